@@ -143,11 +143,7 @@ class Transfers:
             base, base_N = self._memory.loaded.get(header.fragment, NOT_KNOWN)
         else:
             return
-        self._observe(
-            Encoded(
-                header.learner, header.incarnation, header.round, header.attempt, base, base_N
-            )
-        )  # fmt: skip
+        self._observe(Encoded(header, base, base_N))
 
     def upload_initial(self, decision: ev.UploadInitial, identity: Identity) -> None:
         """Upload Θ^(0)."""

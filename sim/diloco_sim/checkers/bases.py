@@ -47,8 +47,8 @@ class Bases:
         self._down, self._layout = spec.wire_down, layout
         self._versions: dict[tuple[int, Version], frozenset[bytes]] = {}
         """Fragment and version of the syncer → digests of its values."""
-        self._encoded: OrderedDict[tuple[str, int, int, int], tuple[Version, bytes]] = OrderedDict()
-        """Learner, incarnation, round and attempt → the base of its delta and the digest of that, newest last."""
+        self._encoded: OrderedDict[tuple[str | int, ...], tuple[Version, bytes]] = OrderedDict()
+        """What was encoded (`_encoding`) → the base of its delta and the digest of that, newest last."""
         self._epoch = 0
         self.compared = 0
         """Deltas."""
@@ -65,8 +65,7 @@ class Bases:
             case Committed():
                 self._keep(event.commit.fragment, event.fragment)
             case Encoded():
-                key = event.learner, event.incarnation, event.round, event.attempt
-                self._encoded[key] = event.base, _digest(event.base_N)
+                self._encoded[_encoding(event.header)] = event.base, _digest(event.base_N)
                 if len(self._encoded) > REMEMBERED:
                     self._encoded.popitem(last=False)
             case Received(header=header):
@@ -83,8 +82,7 @@ class Bases:
         self._versions[index, fragment.version] = digests
 
     def _received(self, header: bulk.UploadHeader, now: float) -> None:
-        key = header.learner, header.incarnation, header.round, header.attempt
-        base, digest = self._encoded.get(key, ((0, 0), b""))
+        base, digest = self._encoded.get(_encoding(header), ((0, 0), b""))
         known = self._versions.get((header.fragment, base))
         if not digest or known is None:
             return  # not encoded for this round, or against a version that the syncer does not have
@@ -97,6 +95,14 @@ class Bases:
                 step=header.round,
                 now=now,
             )
+
+
+def _encoding(header: bulk.UploadHeader) -> tuple[str | int, ...]:
+    """A learner that states another round must not be taken for what it encoded for that one, before a restart."""
+    return (
+        *(header.learner, header.incarnation, header.epoch),
+        *(header.round, header.attempt, header.fragment),
+    )
 
 
 def _decoded(fmt: int, theta_N: F32, fragment: Fragment) -> F32:

@@ -53,10 +53,8 @@ class Received:
 class Encoded:
     """A learner has encoded a delta, or a whole fragment."""
 
-    learner: str
-    incarnation: int
-    round: int
-    attempt: int
+    header: bulk.UploadHeader
+    """Of the upload, before a learner that lies changes it."""
     base: tuple[int, int]
     """The version that it is against, or that the parameters of a local checkpoint began from; (0, 0): not known."""
     base_N: npt.NDArray[np.float32]

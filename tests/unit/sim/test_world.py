@@ -47,6 +47,11 @@ def test_no_promise_is_broken(seed):
     assert outcome.merges > 0 or outcome.stopped  # a bit of the first snapshot may flip
 
 
+def test_a_delta_for_another_round_is_not_taken_for_what_was_encoded_for_that_one():
+    """A learner states the round for which it has encoded another fragment before the syncer restarted."""
+    checked(World(sample(4110317793, steps=100)).run())
+
+
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_world_repeats_itself(seed):
     first, second = (World(sample(seed)).run() for _ in range(2))
