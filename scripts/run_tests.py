@@ -51,10 +51,12 @@ SLOW_TIER = (
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
 WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test_trainers")
 """Files of tests/integration that take as long as the chaos tests, and run beside the other ones."""
+SECOND_HALF = "test_p"
+"""Where the other files of tests/integration are divided: in one process, they would end after all other groups."""
 SIMULATED = ("sim", "syncer")
 """Folders of tests/unit that take half of its processor time: in one process, it would end long after all others."""
-AT_ONCE = 7
-"""Groups that run at the same time: five of the nine wait for pods most of the time."""
+AT_ONCE = 8
+"""Groups that run at the same time: five of the ten wait for pods most of the time."""
 FIRST = ("nice", "-n", "-10")
 """
 Before the commands for which others wait. Without the right to a higher priority, nice runs
@@ -281,8 +283,13 @@ def tier() -> tuple[str, ...]:
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters; in the last group, nothing waits, so it may begin last."""
     options = (*no_skips(), *arguments)
-    whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
-    others = ("tests/integration", *(f"--ignore={path}" for path in whole))
+    files = {
+        path.stem: str(path.relative_to(ROOT))
+        for path in (ROOT / "tests/integration").glob("test_*.py")
+    }
+    whole = [files.pop(name) for name in WHOLE_RUNS]
+    first = sorted(path for name, path in files.items() if name < SECOND_HALF)
+    second = sorted(path for name, path in files.items() if name >= SECOND_HALF)
     worlds = [f"tests/unit/{name}" for name in SIMULATED]
     units = ("tests/unit", *(f"--ignore={path}" for path in worlds))
     return [
@@ -290,7 +297,8 @@ def everywhere(*arguments: str) -> list[Group]:
         # One process that computes for as long as all others: with an equal share it would end long after them.
         pytest("simulator and syncer", *worlds, *tier(), *options, OMP_NUM_THREADS="1").nicer(-5),
         pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier(), *options),
-        pytest("integration tests", *others, *tier(), *options),
+        pytest("integration tests, first half", *first, *tier(), *options),
+        pytest("integration tests, second half", *second, *tier(), *options),
         pytest("other unit tests", *units, *tier(), *options, OMP_NUM_THREADS="1"),
     ]
 

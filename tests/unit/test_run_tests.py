@@ -66,6 +66,12 @@ def test_every_file_of_tests_on_clusters_is_in_one_group(runner):
             assert arguments.count(str(path)) == expected, path
 
 
+def test_every_file_of_the_other_tests_is_in_one_group(runner):
+    arguments = [argument for group in runner.everywhere() for argument in group.command]
+    for path in (ROOT / "tests/integration").glob("test_*.py"):
+        assert arguments.count(str(path.relative_to(ROOT))) == 1, path
+
+
 @pytest.mark.parametrize("requested", [True, False])
 def test_given_clusters_run_the_slow_tier_only_if_it_is_requested(runner, monkeypatch, requested):
     monkeypatch.setattr(sys, "argv", ["run_tests.py", *(["--all"] if requested else [])])
