@@ -95,7 +95,7 @@ def test_a_learner_that_lost_its_checkpoints_takes_the_moments_of_another(start)
     run.until(lambda: run.incarnations("us/0") > 1, 120, expected="us/0 trains again")
     # A learner that joined after step 0 shows with which state its optimizers began, too: without a peer's.
     shown = run.until(
-        lambda: [p for p in run.status()["processes"] if p.get("recovery", {}).get("peer")], 60,
+        lambda: [p for p in run.status()["processes"] if (p.get("recovery") or {}).get("peer")], 60,
         expected="status",
     )  # fmt: skip
     assert [(p["name"], p["recovery"]["peer"]) for p in shown] == [("us/0", "eu/0")]
