@@ -123,6 +123,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process_that_is_stopped(started):
     run, supervisor = started(PAUSE)
     paused(run)
     pids = [*run.pids("us/0"), *run.pids("eu/0")]
+    until(lambda: "begin" in [line["event"] for line in run.journal()], "line of the fault")
     supervisor.kill()
     until(lambda: not any(map(alive, pids)), "end of all processes", seconds=60)
     [fault] = load(run.dir).chaos.faults
