@@ -65,9 +65,9 @@ them with the usual one.
 FAST_PARTS = {
     "worker, experiment": (("experiment", "worker"), 0),
     "operator": (("charts", "operator"), 0),
-    "simulator, syncer": (("sim", "syncer"), 1),
-    "protos, local": (("local", "protos"), 2),
-    "the others": ((), 5),
+    "simulator, syncer": (("sim", "syncer"), 2),
+    "protos, local": (("local", "protos"), 3),
+    "the others": ((), 7),
 }
 """
 Folders of each part of the fast tests, and its niceness: a share of the cores in proportion to its processor time
