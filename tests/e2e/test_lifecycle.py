@@ -177,7 +177,7 @@ def last_messages(pod: Object) -> str:
     """
     Of its last two containers: the kubelet may have started one more before the job failed.
 
-    The kubelet keeps one ended container, so it may know no more of the first than that it was started again.
+    The kubelet keeps one ended container. Without the first one, the pod states no message: the condition does.
     """
     [main] = [status for status in pod["status"]["containerStatuses"] if status["name"] == "main"]
     ends = [main.get(state, {}).get("terminated") or {} for state in ("state", "lastState")]
