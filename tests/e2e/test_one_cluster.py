@@ -26,7 +26,7 @@ from diloco_testing.clusters.reads import UnansweredError
 
 CRD = "dilocojobs.diloco.dev"
 STEPS = 150
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 1800.0
 
 
 def text_example():
