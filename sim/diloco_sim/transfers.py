@@ -27,11 +27,14 @@ from diloco_worker.core.inbox import Staged
 from diloco_worker.link.assembly import Assembly, Outcome
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfers
 from diloco_worker.link.download import UNDECIDED_SECONDS, silent_seconds
-from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.encoder import REPORT_SECONDS, Encoder
 from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
 from diloco_worker.link.transfer import CancelToken, Identity, initial_ended
 from diloco_worker.link.upload_messages import UploadMessages
+
+REPORT_POLL_SECONDS = 0.02
+"""Longer than that of the programs: each costs an event."""
 
 ENCODE_SECONDS = 0.002
 """From a pull to the first byte of the upload, at full speed."""
@@ -297,10 +300,16 @@ class _Upload:
         if self._transfers.behaviour.mute:
             cancel.on_stop(partial(self._end, ""))
         else:
-            self._transfers.process.work(ENCODE_SECONDS, self._encode)
+            self._transfers.process.work(ENCODE_SECONDS, self._encode, REPORT_SECONDS)
 
-    def _encode(self) -> None:
-        cancel = self._cancel
+    def _encode(self, waits_seconds: float) -> None:
+        """Encode the host copy; wait for another one first, for at most this long."""
+        cancel, encoder = self._cancel, self._transfers.encoder
+        if waits_seconds > 0 and not cancel.stopped and encoder.repeats(self._pull):
+            self._transfers.process.after(
+                REPORT_POLL_SECONDS, self._encode, waits_seconds - REPORT_POLL_SECONDS
+            )
+            return
         upload = self._transfers.encoder.pull(
             self._pull, self._identity, stopped=lambda: cancel.stopped
         )

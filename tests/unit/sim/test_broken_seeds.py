@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # whole worlds
 SEEDS = [
     ("another_weight", 0, 40),
     ("another_momentum", 4, 40),
-    ("reports_that_count_twice", 3, 40),
+    ("reports_that_count_twice", 8, 40),
     ("rounds_without_a_quorum", 3, 40),
     ("two_rounds_of_a_fragment", 95, 40),
     ("one_round_too_many", 0, 40),

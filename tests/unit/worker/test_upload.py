@@ -256,3 +256,23 @@ def test_deltas_of_a_model_that_never_changes_are_counted_once_there_are_two_of_
     assert counts(b, a) == [0, 0]
     memory.host(b)[5] = 0
     assert counts(a, a, a, b) == [0, 0, 0, 5], "one fragment of several may rest"
+
+
+def test_a_copy_from_before_a_received_result_is_uploaded_only_if_none_follows():
+    """It holds steps that the result holds already: against Θ of now, it would undo what the others did."""
+    memory = PlainMemory(LAYOUT)
+    memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=1)]
+    memory.publish(0, 1, (1, 4))
+    spec = RunSpec(job="j", steps=9, fragments=1, interval=1, overlap=1)
+    encoder = Encoder(memory, spec, BufferPool(most_idle_bytes=1 << 20))
+    pull = Pulled(round=9, attempt=1, fragment=0, versions=((1, 8), (1, 4)))
+    assert not encoder.repeats(pull)
+    memory.publish(0, 2, (1, 8))
+    assert encoder.repeats(pull)
+    with contextlib.closing(encoder.pull(pull, IDENTITY)) as upload:
+        assert upload.header.content == bulk.WHOLE, "a program may rest for long, and has its part"
+    memory.copies = [HostCopy(local_step=4, steps=1, tokens=10, base=2)]
+    assert not encoder.repeats(pull)
+    with contextlib.closing(encoder.pull(pull, IDENTITY)) as upload:
+        assert upload.header.content == bulk.DELTA
+        assert (upload.header.base.epoch, upload.header.base.step) == (1, 8)

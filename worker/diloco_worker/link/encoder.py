@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 
 F32 = npt.NDArray[np.float32]
 
+REPORT_SECONDS = 1.0
+"""How long an upload waits while `Encoder.repeats`; then it takes what there is."""
+
+REPORT_POLL_SECONDS = 0.005
+
 MOST_NAMES = 8
 """Of buffers, in one line."""
 
@@ -117,13 +122,20 @@ class Encoder:
 
     def repeats(self, pull: Pulled) -> bool:
         """
-        Whether the host copy is of a step that was uploaded for another fragment already, or has lost its base.
+        Whether the host copy is of a step that was uploaded for another fragment already, or from before the result
+        that is in the inbox.
 
         The syncer merges a report once. The trainer copies an open fragment after each of its steps,
-        so a copy of the next step comes soon.
+        so a copy of the next step comes soon. One from before a result that was received is not a learner's
+        displacement from what it received last (paper Algorithm 1): it holds steps that the result holds already, and
+        against the current parameters it would undo what the others did.
         """
         with self._memory.lock(pull.fragment):
-            copy = self._memory.host_copy(pull.fragment)
+            copy, inbox = (
+                self._memory.host_copy(pull.fragment), self._memory.inbox_state(pull.fragment),
+            )  # fmt: skip
+            if copy.local_step and inbox.version is not None and copy.base != inbox.generation:
+                return True
             if self._without_base(pull.fragment, copy):
                 return True
         # Uploads of other fragments add to it meanwhile, each under the lock of its own; `copy` is atomic.

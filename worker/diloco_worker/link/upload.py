@@ -14,16 +14,11 @@ import grpc
 from diloco.errors import NotFiniteError, ProtocolError
 from diloco.rpc.status_codes import error_of
 from diloco_worker.core.events import Pulled
-from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.encoder import REPORT_POLL_SECONDS, REPORT_SECONDS, Encoder
 from diloco_worker.link.transfer import CancelToken, Identity
 from diloco_worker.link.upload_messages import UploadMessages
 
 METHOD = "/diloco.v1.Bulk/Upload"
-
-REPORT_SECONDS = 1.0
-"""How long an upload waits for a host copy of a step that no other upload has used."""
-
-REPORT_POLL_SECONDS = 0.005
 
 
 class Uploader:
