@@ -10,13 +10,13 @@ import os
 import resource
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 
 from diloco.errors import ConfigError
 from diloco.rpc.channels import KEEPALIVE
+from diloco.rpc.threads import Threads
 from diloco.rpc.tls import Tls, TlsFiles
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def server(handlers: Sequence[grpc.GenericRpcHandler] = (), *, max_workers: int)
             forever.
     """
     limit = ("grpc.max_allowed_incoming_connections", _most_connections())
-    threads = ThreadPoolExecutor(max_workers, thread_name_prefix="grpc")
+    threads = Threads(max_workers, thread_name_prefix="grpc")
     return grpc.server(threads, handlers=list(handlers), options=[*_SERVER, limit])
 
 
