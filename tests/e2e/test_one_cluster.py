@@ -34,7 +34,7 @@ def text_example():
     manifest = yaml.safe_load((ROOT / "examples/01-text/job.yaml").read_text())
     spec = manifest["spec"]
     spec["steps"] = STEPS
-    spec["learner"]["recipe"]["config"] = dict(TINY)
+    spec["learner"]["recipe"]["config"] = TINY | {"slowdown": 10}  # which has to end
     spec["learner"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]
     spec["sync"] = {"fragments": 8, "interval": 8}  # the small model has 14 tensors
     spec["syncer"] = {"storage": {"size": "1Gi"}}

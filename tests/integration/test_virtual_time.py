@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS, LEARNERS, SEEDS = 48, 2, (7, 8, 9, 10)
 CONFIG = {
     "layers": 2, "width": 32, "heads": 2, "context": 32, "batch": 4, "data": "stdlib",
-    "slowdown": 2,  # of the real learners: PACED makes this a step of one length
+    "slowdown": 2,  # of the real learners: so that they rest, which PACED makes a step of one length
 }  # fmt: skip
 TOKENS = 4 * 32
 """Of a step of a learner."""
@@ -34,16 +34,18 @@ PACED = f"""
 import os, sys, time
 from pathlib import Path
 
-begun = []
+due = []  # when the step ends
 
 def paced(seconds, sleep=time.sleep):
     if sys._getframe(1).f_globals["__name__"] == "__main__":
-        if not begun:
-            begun.append(time.monotonic())
+        if not due:
+            deadline = time.monotonic() + 60
             Path(__file__).with_name(str(os.getpid()) + ".begun").touch()
-            while len(list(Path(__file__).parent.glob("*.begun"))) < {LEARNERS} and time.monotonic() < begun[0] + 60:
+            while len(list(Path(__file__).parent.glob("*.begun"))) < {LEARNERS} and time.monotonic() < deadline:
                 sleep(0.01)
-        seconds = {STEP_SECONDS} - seconds  # which the step has taken
+            due.append(time.monotonic())
+        due[0] = max(due[0] + {STEP_SECONDS}, time.monotonic())
+        seconds = due[0] - time.monotonic()
     sleep(max(0.0, seconds))
 
 if "diloco_worker.recipes.gpt" in sys.orig_argv:
