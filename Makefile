@@ -53,6 +53,7 @@ bench:           ## all benchmarks; results go to benchmarks/results
 	missed=0; for b in benchmarks/bench_*.py; do $(BIN)/python $$b || missed=1; done; exit $$missed
 
 mutants: setup-dev  ## a random sample of mutants of the pure cores against the unit tests (SEED=0 COUNT=150)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[mutants]'
 	nice $(BIN)/python scripts/mutants.py --seed $(or $(SEED),0) --count $(or $(COUNT),150)
 
 clean:           ## remove the environment and caches
