@@ -386,8 +386,12 @@ class Policy:
         self._reports += 1
         if what == "the model":
             how = "Ctrl-C" if self.skips_waiting else "Ctrl-C twice"
-            return [Acknowledge(message=f"still waiting for the model; press {how} to stop without it")]
-        return [Acknowledge(message=f"still waiting for {what}; press Ctrl-C to end without waiting")]
+            return [
+                Acknowledge(message=f"still waiting for the model; press {how} to stop without it")
+            ]
+        return [
+            Acknowledge(message=f"still waiting for {what}; press Ctrl-C to end without waiting")
+        ]
 
     def _stop(self, process: Process, now: float) -> list[Decision]:
         if process.terminated_at is not None:

@@ -38,7 +38,7 @@ def conclude(commands: Commands, policy: Policy, status: dict[str, Any], console
     pending = []
     if not policy.forced:
         pending.append(commands.report())
-        if policy.exported and commands.plan.spec.recipe == "gpt":
+        if _has_model(policy) and commands.plan.spec.recipe == "gpt":
             pending.insert(0, commands.sample())  # the report shows it
     for command in pending:
         if problem := run_to_end(command):
@@ -105,6 +105,10 @@ def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str
     if policy.unchanged:
         lines.append(f"warning: {UNCHANGED}")
     return lines
+
+
+def _has_model(policy: Policy) -> bool:
+    return policy.outcome is Outcome.COMPLETE and policy.exported
 
 
 def _no_score(policy: Policy, place: str) -> str:
