@@ -84,7 +84,8 @@ def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str
     if scores:
         (first, before), (last, after) = scores[0], scores[-1]
         lines.append(f"validation loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
-    if "evaluator" in policy.processes and (not scores or scores[-1][0] < status["steps"]):
+    scored = max([step for step, _ in scores] + [(status["evaluation"] or {"step": -1})["step"]])
+    if "evaluator" in policy.processes and scored < status["steps"]:
         lines.append(
             f"warning: the final model has no validation loss ({_no_score(policy, place)}); evaluate it with: "
             f"diloco resume --dir {place}"
