@@ -76,11 +76,11 @@ class Limits:
     active_seconds: float | None = None
     """runPolicy.activeDeadlineSeconds."""
     complete_learner_seconds: float = 60.0
-    """After completion, how long a learner may take to exit by itself."""
+    """After the export, how long a learner may take to exit by itself."""
     complete_evaluator_seconds: float = FINAL_EVALUATION_SECONDS
-    """After completion, how long the evaluator may run to score the final model."""
-    evaluator_restart_seconds: float = 120.0
-    """After completion, how long the evaluator may be restarted, since it or the syncer first exited."""
+    """After the export, how long the evaluator may run to score the final model."""
+    restarting_seconds: float = 120.0
+    """After completion, how long evaluator and syncer are restarted, since one of them first exited."""
     complete_export_seconds: float = 3600.0
     """After completion, how long the syncer may take until the model is on disk and, if the job has one, at its URL."""
     still_waiting_seconds: float = 60.0

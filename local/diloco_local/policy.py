@@ -105,8 +105,8 @@ class Policy:
     """The job is complete, and no learner changed its parameters."""
     forced: bool = False
     """Interrupted twice: all processes were killed."""
-    exported: bool = False
-    """The final model is on disk."""
+    exported_at: float | None = None
+    """When the final model was on disk; None: it is not."""
     skips_waiting: bool = False
     """Interrupted once after completion: neither learners nor evaluator are waited for."""
     no_score: str = ""
@@ -145,7 +145,7 @@ class Policy:
             case StandsStill():
                 decisions += self._close(Outcome.FAILED, event.message, now)
             case Exported():
-                self.exported = True
+                self.exported_at = now if self.exported_at is None else self.exported_at
             case Interrupted():
                 decisions += self._on_interrupt(now)
             case Tick():
@@ -157,13 +157,20 @@ class Policy:
         return [process for process in self.processes.values() if process.role in roles]
 
     @property
+    def exported(self) -> bool:
+        """Whether the final model is on disk."""
+        return self.exported_at is not None
+
+    @property
     def waiting_for(self) -> str:
         """What a complete run waits for before it ends; "": nothing."""
         if self.phase is not Phase.CLOSING or self.outcome is not Outcome.COMPLETE or self.forced:
             return ""
         for roles, what in CLOSING_ORDER:
             if remaining := self._remaining(*roles):
-                return what if any(p.terminated_at is None for p in remaining) else ""
+                if all(p.terminated_at is not None for p in remaining):
+                    return ""
+                return what if self.exported else "the model"
         return ""
 
     def _remaining(self, *roles: Role) -> list[Process]:
@@ -398,7 +405,7 @@ class Policy:
             if now - process.terminated_at >= self.limits.leave_seconds and not process.killed:
                 return [self._kill(process)]
             return []
-        if now < self._closing_at + self._wait_seconds(process):
+        if now < self._wait_until(process):
             return []
         if process.state is State.BACK_OFF:
             process.state = State.STOPPED
@@ -409,7 +416,7 @@ class Policy:
     def _report_unfinished(self, process: Process) -> list[Decision]:
         """A learner whose program took too long after its loop."""
         complete = self.outcome is Outcome.COMPLETE and process.role is Role.LEARNER
-        if not complete or self.skips_waiting or self.forced:
+        if not complete or not self.exported or self.skips_waiting or self.forced:
             return []
         text = (
             f"{process.name} is stopped, because its program did not end within "
@@ -418,27 +425,31 @@ class Policy:
         )
         return [Acknowledge(message=text)]
 
-    def _wait_seconds(self, process: Process) -> float:
-        """How long after closing began a process may take to exit by itself."""
-        if self.outcome is not Outcome.COMPLETE or self.forced:
-            return 0.0
+    def _wait_until(self, process: Process) -> float:
+        """Until when a process may exit by itself."""
+        others = process.role is not Role.SYNCER
+        if self.outcome is not Outcome.COMPLETE or self.forced or (self.skips_waiting and others):
+            return self._closing_at
+        syncer_until = self._restarts_until(self.processes["syncer"])
+        export_until = self._closing_at + self.limits.complete_export_seconds
         if process.role is Role.SYNCER:
-            return 0.0 if self.exported else self.limits.complete_export_seconds
-        if self.skips_waiting:
-            return 0.0
+            return self._closing_at if self.exported else min(syncer_until, export_until)
+        # Neither learners nor evaluator know that the job is complete before the model is exported.
+        known_at = export_until if self.exported_at is None else self.exported_at
         if process.role is Role.EVALUATOR:
-            return self._evaluator_seconds(process)
-        return self.limits.complete_learner_seconds
+            longest = known_at + self.limits.complete_evaluator_seconds
+            return min(syncer_until, self._restarts_until(process), longest)
+        longest = known_at + self.limits.complete_learner_seconds
+        return longest if self.exported else min(syncer_until, longest)
 
-    def _evaluator_seconds(self, evaluator: Process) -> float:
-        """As `_wait_seconds`: long while it runs, and short while it, or the syncer, does not."""
-        syncer, longest = self.processes["syncer"], self.limits.complete_evaluator_seconds
-        if syncer.state not in (State.RUNNING, State.BACK_OFF):
-            return 0.0  # nothing takes its score
-        if evaluator.state is State.RUNNING and syncer.state is State.RUNNING:
-            return longest
+    def _restarts_until(self, process: Process) -> float:
+        """Until when a complete run is delayed by a process that exited; infinite: it runs."""
+        if process.state is State.RUNNING:
+            return float("inf")
+        if process.state is not State.BACK_OFF:
+            return self._closing_at
         failing_at = self._closing_at if self._failing_at is None else self._failing_at
-        return min(longest, failing_at - self._closing_at + self.limits.evaluator_restart_seconds)
+        return failing_at + self.limits.restarting_seconds
 
     def _running(self) -> list[Process]:
         return [p for p in self.processes.values() if p.state is State.RUNNING]

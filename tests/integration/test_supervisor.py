@@ -531,7 +531,7 @@ def test_a_missing_program_is_refused_before_anything_starts(tmp_path):
 
 
 def test_a_run_that_waits_for_its_last_score_says_so_and_an_interrupt_ends_it_without(fake):
-    supervisor = fake.start(still_waiting_seconds=0.2, evaluator_restart_seconds=0.1)
+    supervisor = fake.start(still_waiting_seconds=0.2, restarting_seconds=0.1)
     until(fake.all_training, "training")
     (fake.dir / "scoring").touch()
     fake.complete()
@@ -547,7 +547,7 @@ def test_a_run_that_waits_for_its_last_score_says_so_and_an_interrupt_ends_it_wi
 
 
 def test_a_last_score_that_takes_long_is_waited_for(fake):
-    supervisor = fake.start(still_waiting_seconds=0.2, evaluator_restart_seconds=0.1)
+    supervisor = fake.start(still_waiting_seconds=0.2, restarting_seconds=0.1)
     until(fake.all_training, "training")
     (fake.dir / "scoring").touch()
     fake.complete()

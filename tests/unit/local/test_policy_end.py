@@ -1,5 +1,7 @@
 """The supervisor's decisions at the end of a run, in virtual time."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +76,7 @@ def test_an_evaluator_that_crashes_before_the_final_evaluation_restarts():
 def test_a_learner_that_fails_after_the_job_is_complete_is_reported_and_does_not_restart():
     run = training(complete_learner_seconds=20)
     run.handle(Completed())
+    run.handle(Exported())
     message = "eu/0 failed after the job was complete (exit code 1: no such folder)"
     assert run.exits("eu/0", 1, last_line="no such folder") == [Acknowledge(message=message)]
     [stopped] = [d for d in run.wait(until=21.0) if isinstance(d, Acknowledge)]
@@ -208,7 +211,7 @@ def test_any_history_never_starts_a_running_process_and_closes_after_two_interru
 # ---------------------------------------------------------------------------------- the last score
 
 
-def completed(**limits: float) -> Run:
+def completed(**limits: Any) -> Run:
     """A complete run whose learners have ended and whose model is exported."""
     run = training(**limits)
     run.handle(Completed())
@@ -332,9 +335,45 @@ def test_the_evaluators_reason_for_a_missing_score_is_kept_if_it_is_about_the_la
 def test_a_learner_whose_program_is_ended_after_its_loop_is_reported():
     run = training()
     run.handle(Completed())
+    run.handle(Exported())
     run.exits("eu/0", 0)
     [noted] = notes(run.wait(until=60.0))
     assert noted.startswith("eu/1 is stopped, because its program did not end within 60 s after")
+
+
+def test_learners_and_evaluator_have_their_time_after_an_export_that_takes_long():
+    """They do not know that the job is complete before."""
+    run = training()
+    run.handle(Completed())
+    assert names(run.wait(until=1000.0), Terminate) == []
+    assert run.policy.waiting_for == "the model"
+    run.handle(Exported())
+    run.handle(Exported(), at=1010.0)
+    assert run.policy.waiting_for == "the learners"
+    assert names(run.wait(until=1059.75), Terminate) == []
+    assert names(run.wait(until=1060.0), Terminate) == ["eu/0", "eu/1"]
+    for name in LEARNERS:
+        run.exits(name, 0)
+    assert names(run.wait(until=1000.0 + 2 * EVALUATION_SECONDS), Terminate) == []
+
+
+def test_a_syncer_that_crashes_at_each_export_ends_the_run_after_two_minutes():
+    run = training()
+    run.handle(Completed())
+    while run.now < 600.0 and run.policy.processes["eu/0"].terminated_at is None:
+        run.wait(until=run.now + 1.0)
+        if run.state("syncer") is State.RUNNING:
+            run.handle(Served(complete=True))
+            run.exits("syncer", -SIGKILL)
+    assert 120.0 <= run.now < 160.0
+    for name in (*LEARNERS, "evaluator"):
+        run.exits(name, 0)
+    while run.now < 600.0 and run.policy.phase is not Phase.CLOSED:
+        run.wait(until=run.now + 1.0)
+        if run.state("syncer") is State.RUNNING:
+            run.exits("syncer", -SIGKILL)
+    assert run.now < 200.0
+    assert exit_code(run.policy) == 1
 
 
 def test_a_learner_that_a_person_does_not_wait_for_is_not_reported():

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from diloco_local.events import Decision, Event, Exited, Limits, Served, Start, State, Tick
+from diloco_local.events import (
+    Abandon,
+    Decision,
+    Event,
+    Exited,
+    Kill,
+    Limits,
+    Restart,
+    Served,
+    Start,
+    State,
+    Terminate,
+    Tick,
+)
 from diloco_local.policy import Policy
 
 SIGKILL, SIGSEGV = 9, 11
@@ -43,18 +57,20 @@ class Run:
         return [at for at, decision in self.decisions if decision == Start(name=name)]
 
 
-def fresh(**limits: float) -> Run:
+def fresh(**limits: Any) -> Run:
     run = Run(Policy(learners=LEARNERS, evaluator=True, limits=Limits(**limits)))
     run.handle(Tick())
     return run
 
 
-def training(**limits: float) -> Run:
+def training(**limits: Any) -> Run:
     run = fresh(**limits)
     run.exits("kernels", 0)
     run.handle(Served())
     return run
 
 
-def names(decisions: list[Decision], kind: type) -> list[str]:
+def names(
+    decisions: list[Decision], kind: type[Start | Terminate | Kill | Restart | Abandon]
+) -> list[str]:
     return [decision.name for decision in decisions if isinstance(decision, kind)]
