@@ -530,7 +530,7 @@ def test_a_missing_program_is_refused_before_anything_starts(tmp_path):
         fake.close()
 
 
-def test_a_run_that_waits_for_its_last_score_says_so_and_an_interrupt_ends_it_without(fake):
+def test_a_run_that_waits_for_its_last_score_shows_it_and_an_interrupt_ends_it_without(fake):
     supervisor = fake.start(still_waiting_seconds=0.2, restarting_seconds=0.1)
     until(fake.all_training, "training")
     (fake.dir / "scoring").touch()
