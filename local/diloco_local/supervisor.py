@@ -353,7 +353,7 @@ class Supervisor:
                 self._on_restart(decision)
             case e.Abandon():
                 self._display.note(
-                    f"{decision.name} cannot run; training continues without it: {decision.last_line}"
+                    f"{decision.name} cannot run; the run continues without it: {decision.last_line}"
                 )
             case e.Close():
                 self._on_close(decision)
