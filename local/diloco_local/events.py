@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diloco.spec import FINAL_EVALUATION_SECONDS
+
 
 class Role(StrEnum):
     """What a process is for."""
@@ -74,11 +76,15 @@ class Limits:
     active_seconds: float | None = None
     """runPolicy.activeDeadlineSeconds."""
     complete_learner_seconds: float = 60.0
-    """After completion, how long a learner may take to exit by itself."""
-    complete_evaluator_seconds: float = 120.0
-    """After completion, how long the evaluator may take to score the final model."""
-    complete_export_seconds: float = 120.0
-    """After completion, how long the syncer may take to export the model."""
+    """After the export, how long a learner may take to exit by itself."""
+    complete_evaluator_seconds: float = FINAL_EVALUATION_SECONDS
+    """After the export, how long the evaluator may run to score the final model."""
+    restarting_seconds: float = 120.0
+    """After completion, how long evaluator and syncer are restarted, since one of them first exited."""
+    complete_export_seconds: float = 3600.0
+    """After completion, how long the syncer may take until the model is on disk and, if the job has one, at its URL."""
+    still_waiting_seconds: float = 60.0
+    """After completion, when what is waited for is first reported again; each time, the interval doubles."""
     leave_seconds: float = 30.0
     """Between SIGTERM and SIGKILL."""
 
@@ -115,6 +121,8 @@ class Exited:
     """A learner: it had joined the job."""
     left: str = ""
     """A learner: why it left the job, as it reported; "": it did not."""
+    no_score: str = ""
+    """The evaluator: why the last model has no score, as it reported; "": it has, or there was no report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +206,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledge:
-    """Report what an interrupt changes while the run ends, or which learner failed after it was complete."""
+    """Report what an interrupt changes while the run ends, what it waits for, or which learner did not finish."""
 
     message: str
 

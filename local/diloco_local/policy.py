@@ -54,6 +54,13 @@ UNCHANGED = (
     "given, in place and not a copy of its parameters, and check the learning rate"
 )
 
+CLOSING_ORDER = (
+    ((Role.KERNELS, Role.LEARNER), "the learners"),
+    ((Role.EVALUATOR,), "the last evaluation"),
+    ((Role.SYNCER,), "the model"),
+)
+"""The roles in the order in which they are stopped, each with what a complete run waits for."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Process:
@@ -98,12 +105,20 @@ class Policy:
     """The job is complete, and no learner changed its parameters."""
     forced: bool = False
     """Interrupted twice: all processes were killed."""
+    exported_at: float | None = None
+    """When the final model was on disk; None: it is not."""
+    skips_waiting: bool = False
+    """Interrupted once after completion: neither learners nor evaluator are waited for."""
+    no_score: str = ""
+    """Why the final model has no score, as the evaluator reported when it was done; "": no report."""
     processes: dict[str, Process] = field(init=False)
     _ever_served: bool = False
     _begun_at: float | None = None
     _closing_at: float = 0.0
-    _exported: bool = False
-    _skip_waiting: bool = False
+    _failing_at: float | None = None
+    """When the evaluator or the syncer of a complete job first exited, although it was needed."""
+    _reports: int = 0
+    """Of what a complete run still waits for."""
 
     def __post_init__(self) -> None:
         """Add every process of the run."""
@@ -130,7 +145,7 @@ class Policy:
             case StandsStill():
                 decisions += self._close(Outcome.FAILED, event.message, now)
             case Exported():
-                self._exported = True
+                self.exported_at = now if self.exported_at is None else self.exported_at
             case Interrupted():
                 decisions += self._on_interrupt(now)
             case Tick():
@@ -140,6 +155,26 @@ class Policy:
     def of(self, *roles: Role) -> list[Process]:
         """The processes with one of these roles, in the order of the plan."""
         return [process for process in self.processes.values() if process.role in roles]
+
+    @property
+    def exported(self) -> bool:
+        """Whether the final model is on disk."""
+        return self.exported_at is not None
+
+    @property
+    def waiting_for(self) -> str:
+        """What a complete run waits for before it ends; "": nothing."""
+        if self.phase is not Phase.CLOSING or self.outcome is not Outcome.COMPLETE or self.forced:
+            return ""
+        for roles, what in CLOSING_ORDER:
+            if remaining := self._remaining(*roles):
+                if all(p.terminated_at is not None for p in remaining):
+                    return ""
+                return what if self.exported else "the model"
+        return ""
+
+    def _remaining(self, *roles: Role) -> list[Process]:
+        return [p for p in self.of(*roles) if p.state in (State.RUNNING, State.BACK_OFF)]
 
     # ------------------------------------------------------------------------------ events
 
@@ -167,10 +202,14 @@ class Policy:
         process.exits = 1 if healthy else process.exits + 1
         process.unserved = 0 if process.served else process.unserved + 1
         process.last_code, process.joined = event.code, process.joined or event.joined
+        if process.role is Role.EVALUATOR and event.code == EXIT_DONE:
+            self.no_score = event.no_score
         process.ended_early = process.role is Role.LEARNER and is_early_exit(event.code, event.left)
         if self._is_final(process):
             process.state = State.DONE if event.code == EXIT_DONE else State.STOPPED
             return self._late_failure(process, event)
+        if self.phase is Phase.CLOSING and self._failing_at is None:
+            self._failing_at = now
         if process.role is Role.EVALUATOR and event.code == EXIT_REFUSED:
             process.state = State.REFUSED
             return [Abandon(name=process.name, last_line=event.last_line)]
@@ -192,7 +231,7 @@ class Policy:
         if self.outcome is not Outcome.COMPLETE or self.forced:
             return False
         if process.role is Role.EVALUATOR:
-            return process.last_code != EXIT_DONE and not self._skip_waiting
+            return process.last_code != EXIT_DONE and not self.skips_waiting
         return process.role is Role.SYNCER
 
     def _late_failure(self, process: Process, event: Exited) -> list[Decision]:
@@ -262,8 +301,8 @@ class Policy:
     def _on_interrupt(self, now: float) -> list[Decision]:
         if self.phase is not Phase.CLOSING:
             return self._close(Outcome.SUSPENDED, "interrupted", now)
-        if self.outcome is Outcome.COMPLETE and not self._skip_waiting:
-            self._skip_waiting = True
+        if self.outcome is Outcome.COMPLETE and not self.skips_waiting:
+            self.skips_waiting = True
             return [
                 Acknowledge(
                     message="no longer waiting for the learners and the last evaluation, only for the "
@@ -338,37 +377,79 @@ class Policy:
 
     def _closing(self, now: float) -> list[Decision]:
         """Terminate role after role, each when the processes of the previous one have exited."""
-        for roles in ((Role.KERNELS, Role.LEARNER), (Role.EVALUATOR,), (Role.SYNCER,)):
-            remaining = [p for p in self.of(*roles) if p.state in (State.RUNNING, State.BACK_OFF)]
-            if remaining:
-                return [decision for p in remaining for decision in self._stop(p, now)]
+        for roles, _ in CLOSING_ORDER:
+            if remaining := self._remaining(*roles):
+                stops = [decision for p in remaining for decision in self._stop(p, now)]
+                return [*stops, *self._report_wait(now)]
         self.phase = Phase.CLOSED
         return []
+
+    def _report_wait(self, now: float) -> list[Decision]:
+        """What is still waited for, at growing intervals."""
+        what = self.waiting_for
+        due = self._closing_at + self.limits.still_waiting_seconds * (2**self._reports)
+        if not what or now < due:
+            return []
+        self._reports += 1
+        if what == "the model":
+            how = "Ctrl-C" if self.skips_waiting else "Ctrl-C twice"
+            return [
+                Acknowledge(message=f"still waiting for the model; press {how} to stop without it")
+            ]
+        return [
+            Acknowledge(message=f"still waiting for {what}; press Ctrl-C to end without waiting")
+        ]
 
     def _stop(self, process: Process, now: float) -> list[Decision]:
         if process.terminated_at is not None:
             if now - process.terminated_at >= self.limits.leave_seconds and not process.killed:
                 return [self._kill(process)]
             return []
-        if now < self._closing_at + self._wait_seconds(process.role):
+        if now < self._wait_until(process):
             return []
         if process.state is State.BACK_OFF:
             process.state = State.STOPPED
             return self._closing(now)
         process.terminated_at = now
-        return [Terminate(name=process.name)]
+        return [*self._report_unfinished(process), Terminate(name=process.name)]
 
-    def _wait_seconds(self, role: Role) -> float:
-        """How long after closing began a process may take to exit by itself."""
-        if self.outcome is not Outcome.COMPLETE or self.forced:
-            return 0.0
-        if role is Role.SYNCER:
-            return 0.0 if self._exported else self.limits.complete_export_seconds
-        if self._skip_waiting:
-            return 0.0
-        if role is Role.EVALUATOR:
-            return self.limits.complete_evaluator_seconds
-        return self.limits.complete_learner_seconds
+    def _report_unfinished(self, process: Process) -> list[Decision]:
+        """A learner whose program took too long after its loop."""
+        complete = self.outcome is Outcome.COMPLETE and process.role is Role.LEARNER
+        if not complete or not self.exported or self.skips_waiting or self.forced:
+            return []
+        text = (
+            f"{process.name} is stopped, because its program did not end within "
+            f"{self.limits.complete_learner_seconds:g} s after the job was complete; what it does after its "
+            "loop may not be done"
+        )
+        return [Acknowledge(message=text)]
+
+    def _wait_until(self, process: Process) -> float:
+        """Until when a process may exit by itself."""
+        others = process.role is not Role.SYNCER
+        if self.outcome is not Outcome.COMPLETE or self.forced or (self.skips_waiting and others):
+            return self._closing_at
+        syncer_until = self._restarts_until(self.processes["syncer"])
+        export_until = self._closing_at + self.limits.complete_export_seconds
+        if process.role is Role.SYNCER:
+            return self._closing_at if self.exported else min(syncer_until, export_until)
+        # Neither learners nor evaluator know that the job is complete before the model is exported.
+        known_at = export_until if self.exported_at is None else self.exported_at
+        if process.role is Role.EVALUATOR:
+            longest = known_at + self.limits.complete_evaluator_seconds
+            return min(syncer_until, self._restarts_until(process), longest)
+        longest = known_at + self.limits.complete_learner_seconds
+        return longest if self.exported else min(syncer_until, longest)
+
+    def _restarts_until(self, process: Process) -> float:
+        """Until when a complete run is delayed by a process that exited; infinite: it runs."""
+        if process.state is State.RUNNING:
+            return float("inf")
+        if process.state is not State.BACK_OFF:
+            return self._closing_at
+        failing_at = self._closing_at if self._failing_at is None else self._failing_at
+        return failing_at + self.limits.restarting_seconds
 
     def _running(self) -> list[Process]:
         return [p for p in self.processes.values() if p.state is State.RUNNING]

@@ -81,7 +81,7 @@ def build(facts: RunFacts, previous: Mapping[str, Any] | None = None) -> Status:
             "summary": f"{training}/{desired}",
         },
         "regions": _regions(facts, learners, reported),
-        "sync": _sync(reply, facts.plan.spec.quorum),
+        "sync": _sync(reply, facts.plan.spec.quorum, facts.policy.waiting_for),
         "evaluation": {"step": reply.eval_step, "loss": reply.eval_loss}
         if reply.eval_step or reply.eval_loss
         else None,
@@ -207,7 +207,7 @@ def _regions(
     return regions
 
 
-def _sync(reply: pb.StatusReply, quorum: int) -> Status:
+def _sync(reply: pb.StatusReply, quorum: int, run_waits_for: str) -> Status:
     return {
         "merges": reply.merges,
         "quorum": reply.quorum or quorum,
@@ -219,7 +219,7 @@ def _sync(reply: pb.StatusReply, quorum: int) -> Status:
         "bytesDown": reply.bytes_down,
         "snapshotStep": reply.snapshot_step,
         "copies": _copies(reply),
-        "waitingFor": reply.waiting_for,
+        "waitingFor": reply.waiting_for or run_waits_for,
     }
 
 

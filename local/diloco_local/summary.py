@@ -38,7 +38,7 @@ def conclude(commands: Commands, policy: Policy, status: dict[str, Any], console
     pending = []
     if not policy.forced:
         pending.append(commands.report())
-        if policy.outcome is Outcome.COMPLETE and commands.plan.spec.recipe == "gpt":
+        if _has_model(policy) and commands.plan.spec.recipe == "gpt":
             pending.insert(0, commands.sample())  # the report shows it
     for command in pending:
         if problem := run_to_end(command):
@@ -84,8 +84,19 @@ def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str
     if scores:
         (first, before), (last, after) = scores[0], scores[-1]
         lines.append(f"validation loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
-    if run_dir.model.is_dir():
+    scored = max([step for step, _ in scores] + [(status["evaluation"] or {"step": -1})["step"]])
+    if "evaluator" in policy.processes and scored < status["steps"]:
+        lines.append(
+            f"warning: the final model has no validation loss ({_no_score(policy, place)}); evaluate it with: "
+            f"diloco resume --dir {place}"
+        )
+    if policy.exported:
         lines.append(f"model:  {place}/model/model.safetensors")
+    else:
+        lines.append(
+            f"warning: the model was not exported (see {place}/logs/syncer.log); export it with: "
+            f"diloco resume --dir {place}"
+        )
     if run_dir.report.exists():
         lines.append(f"report: {place}/report.html")
     if run_dir.sample.exists():
@@ -95,6 +106,17 @@ def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str
     if policy.unchanged:
         lines.append(f"warning: {UNCHANGED}")
     return lines
+
+
+def _has_model(policy: Policy) -> bool:
+    return policy.outcome is Outcome.COMPLETE and policy.exported
+
+
+def _no_score(policy: Policy, place: str) -> str:
+    """Why the final model has none."""
+    if policy.no_score:
+        return policy.no_score
+    return "interrupted" if policy.skips_waiting else f"see {place}/logs/evaluator.log"
 
 
 def evaluations(file: Path) -> list[tuple[int, float]]:

@@ -78,7 +78,7 @@ def run(
 
     Returns:
         The exit code: 0 complete; 75 suspended, by one Ctrl-C or `diloco suspend`; 130 stopped by
-        the second; 1 failed, or complete without a change of the parameters.
+        the second; 1 failed, or complete without a change of the parameters or without an exported model.
 
     Raises:
         ConfigError: the job cannot run on one machine, or not in this directory.
@@ -129,23 +129,16 @@ def sharing(learners: int, devices: int) -> str:
     return f"{learners} learners share {gpus}: each uses a part of the memory and time of its GPU"
 
 
-OUTPUT_SECONDS = 3600.0
-"""How long a complete job waits until its model is at its URL."""
-
-
 def job_limits(job: DiLoCoJob) -> e.Limits:
     """
     The limits of the job's runPolicy, and defaults for the rest.
 
     ttlSecondsAfterFinished and cleanupPolicy apply to objects in a cluster; a run directory stays.
     """
-    policy, limits = job.spec.run_policy, e.Limits()
+    policy = job.spec.run_policy
     return e.Limits(
         learner_restarts=policy.learner_restart_limit,
         active_seconds=policy.active_deadline_seconds,
-        complete_export_seconds=OUTPUT_SECONDS
-        if job.spec.output
-        else limits.complete_export_seconds,
     )
 
 
@@ -267,6 +260,7 @@ class Supervisor:
                 last_line=done.cause,
                 joined=last is not None and last.joined,
                 left=last.left if last is not None else "",
+                no_score=last.why if last is not None and last.problem == "NoScore" else "",
             )
             if done.name == "evaluator":
                 self._evaluator_exit = time.monotonic(), exited  # `now` is before the end
@@ -359,7 +353,7 @@ class Supervisor:
                 self._on_restart(decision)
             case e.Abandon():
                 self._display.note(
-                    f"{decision.name} cannot run; training continues without it: {decision.last_line}"
+                    f"{decision.name} cannot run; the run continues without it: {decision.last_line}"
                 )
             case e.Close():
                 self._on_close(decision)
@@ -499,7 +493,7 @@ def exit_code(policy: Policy) -> int:
         return EXIT_FORCED
     match policy.outcome:
         case e.Outcome.COMPLETE:
-            return EXIT_FAILED if policy.unchanged else EXIT_DONE
+            return EXIT_FAILED if policy.unchanged or not policy.exported else EXIT_DONE
         case e.Outcome.SUSPENDED:
             return EXIT_TRY_AGAIN
         case _:

@@ -25,6 +25,15 @@ MERGES = ("Radial", "Average")
 FROZEN = ("Keep", "Ship")
 BUFFERS = ("Average", "Initial")
 
+EVALUATION_SECONDS = 3600.0
+"""How long a run of `evaluation.command` may take."""
+
+FINAL_EVALUATION_SECONDS = 2 * EVALUATION_SECONDS + 300.0
+"""
+How long the evaluator of a complete job may run. When the job completes, it may have begun to score an earlier
+model; the last one follows, after its download.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:

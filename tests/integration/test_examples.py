@@ -27,7 +27,7 @@ def run(*command: object, **environment: str) -> str:
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(argument) for argument in command], env={**os.environ, **quiet, **environment},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,11 +43,11 @@ def test_the_own_loop_runs_standalone():
 def test_the_own_loop_trains_under_diloco_and_its_eval_scores_the_model(tmp_path):
     changes = ("spec.steps=24", "spec.evaluation.everySteps=12")
     sets = [part for change in changes for part in ("--set", change)]
-    run(*CLI, "run", OWN_LOOP / "job.yaml", "--dir", tmp_path / "run", *sets)
+    output = run(*CLI, "run", OWN_LOOP / "job.yaml", "--dir", tmp_path / "run", *sets)
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["progress"]) == ("Complete", "24/24")
     scores = [json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines()]
-    assert scores[-1]["step"] == 24
+    assert scores[-1]["step"] == 24, output
     assert scores[-1]["loss"] < scores[0]["loss"]
     model = tmp_path / "run/model/model.safetensors"
     own = json.loads(run(sys.executable, OWN_LOOP / "eval.py", model))

@@ -48,7 +48,7 @@ from diloco.rpc.identity import server_name
 from diloco.runtime import backoff, files, logs, untrusted_json
 from diloco.runtime.formatting import shorten
 from diloco.runtime.health import Health, HealthFile
-from diloco.spec import RunSpec
+from diloco.spec import EVALUATION_SECONDS, RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_worker import settings
@@ -65,7 +65,6 @@ _POLL_SECONDS = 1.0
 # The Θ^(0) of a user's own loop is available only until the first merge.
 _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
-_COMMAND_SECONDS = 3600.0
 _LEFT_SECONDS = 1.0
 """How long what a command started may still write to its output when the command has ended."""
 _MAX_STDERR = 2000
@@ -114,7 +113,7 @@ class CommandScorer:
                 path = directory / "model.safetensors"
                 arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
                 safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-                code, stdout, stderr = _run([*program, str(path)], seconds=_COMMAND_SECONDS)
+                code, stdout, stderr = _run([*program, str(path)], seconds=EVALUATION_SECONDS)
         except (OSError, SafetensorError, subprocess.TimeoutExpired) as error:
             raise NoScoreError(f"evaluation.command: {error}") from None
         if code != 0:

@@ -20,17 +20,20 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
+from diloco.spec import FINAL_EVALUATION_SECONDS
 from diloco_job import names
 from diloco_job.names import learner_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.decide.lost_volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import Object
 from diloco_operator.state.observation import Failure, RegionFailure
-from diloco_operator.state.pods import FailedLearner, failed_learners
+from diloco_operator.state.pods import FailedLearner, failed_learners, failing_pod
+from diloco_operator.state.previous_status import time_of
 
 EVALUATOR_SECONDS = 120.0
-"""How long the evaluator of a complete job may take for its last score."""
+"""How long the evaluator of a complete job is kept while it does not run."""
 
 FAILURE_REPORT_SECONDS = 120.0
 """How long the syncer of a failed job remains, so that operators of other regions learn of it."""
@@ -328,13 +331,39 @@ def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:
 
 
 def _is_scoring(state: JobState, lifecycle: Lifecycle) -> bool:
-    if state.answer is not None:
-        scored = state.answer.eval_step >= state.job.spec.steps
-    else:
-        # It was stopped because of an answer that an operator has had before.
-        evaluator = state.child("Deployment", names.evaluator_name(state.job.metadata.name))
-        scored = evaluator is not None and evaluator["spec"].get("replicas") == 0
-    return not scored and not _past(state, lifecycle, EVALUATOR_SECONDS)
+    """Whether the evaluator of a complete job is kept, because it may still score the final model."""
+    if state.answer is not None and state.answer.eval_step >= state.job.spec.steps:
+        return False
+    evaluator = _evaluator(state)
+    stopped = bool(evaluator) and evaluator["spec"].get("replicas") == 0
+    if stopped and (state.answer is None or state.previous.is_true("Complete")):
+        # Because of an answer that an operator has had before, or by a limit.
+        return False
+    return state.now < _scores_until(state, lifecycle)
+
+
+def _scores_until(state: JobState, lifecycle: Lifecycle) -> datetime:
+    """Until when the evaluator of a complete job is kept: long only while it runs."""
+    ended, status = lifecycle.ended or state.now, _evaluator(state).get("status") or {}
+    longest = _after(ended, FINAL_EVALUATION_SECONDS)
+    if failing_pod(state.pods_of("evaluator"), state.now):  # it may be ready between two exits
+        return _after(ended, EVALUATOR_SECONDS)
+    if status.get("readyReplicas"):
+        return longest
+    # Its container was killed, for example, its node was lost, or it ended without a score: its agent would
+    # start that one again later.
+    available: Object = next(
+        (entry for entry in status.get("conditions") or () if entry.get("type") == "Available"), {}
+    )
+    since = time_of(available.get("lastTransitionTime"))
+    if available.get("status") != "False" or since is None or since < ended:
+        since = ended
+    return min(longest, _after(since, EVALUATOR_SECONDS))
+
+
+def _evaluator(state: JobState) -> Object:
+    """Its live Deployment; {}: there is none."""
+    return state.child("Deployment", names.evaluator_name(state.job.metadata.name)) or {}
 
 
 def _past(state: JobState, lifecycle: Lifecycle, seconds: float) -> bool:
@@ -358,6 +387,7 @@ def timeouts(state: JobState, lifecycle: Lifecycle) -> Iterator[datetime]:
     if lifecycle.failing:
         yield _after(state.now, 1.0)
     if lifecycle.ended is not None:
+        yield _scores_until(state, lifecycle)
         fixed = (EVALUATOR_SECONDS, FAILURE_REPORT_SECONDS, FETCH_SECONDS)
         for seconds in (*fixed, policy.ttl_seconds_after_finished):
             if seconds is not None:

@@ -1,23 +1,12 @@
 """The supervisor's decisions in virtual time."""
 
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco_local.events import (
     Abandon,
-    Acknowledge,
-    Close,
     Completed,
-    Decision,
-    Event,
     Exited,
     Exported,
-    Interrupted,
-    Kill,
-    Limits,
     Outcome,
     Phase,
     Restart,
@@ -28,61 +17,8 @@ from diloco_local.events import (
     Terminate,
     Tick,
 )
-from diloco_local.policy import Policy
 from diloco_local.supervisor import exit_code
-
-SIGKILL, SIGSEGV = 9, 11
-LEARNERS = ("eu/0", "eu/1")
-
-
-@dataclass
-class Run:
-    """A policy and a clock; `decisions` are all decisions with their time."""
-
-    policy: Policy
-    now: float = 0.0
-    decisions: list[tuple[float, Decision]] = field(default_factory=list)
-
-    def handle(self, event: Event, *, at: float | None = None) -> list[Decision]:
-        self.now = self.now if at is None else at
-        decisions = self.policy.handle(event, self.now)
-        self.decisions += [(self.now, decision) for decision in decisions]
-        return decisions
-
-    def exits(
-        self, name: str, code: int, *, at: float | None = None, last_line: str = ""
-    ) -> list[Decision]:
-        return self.handle(Exited(name=name, code=code, last_line=last_line), at=at)
-
-    def wait(self, *, until: float) -> list[Decision]:
-        decisions: list[Decision] = []
-        while self.now < until:
-            decisions += self.handle(Tick(), at=min(until, self.now + 0.25))
-        return decisions
-
-    def state(self, name: str) -> State:
-        return self.policy.processes[name].state
-
-    def starts(self, name: str) -> list[float]:
-        return [at for at, decision in self.decisions if decision == Start(name=name)]
-
-
-def fresh(**limits: float) -> Run:
-    run = Run(Policy(learners=LEARNERS, evaluator=True, limits=Limits(**limits)))
-    run.handle(Tick())
-    return run
-
-
-def training(**limits: float) -> Run:
-    run = fresh(**limits)
-    run.exits("kernels", 0)
-    run.handle(Served())
-    return run
-
-
-def names(decisions: list[Decision], kind: type) -> list[str]:
-    return [decision.name for decision in decisions if isinstance(decision, kind)]
-
+from diloco_testing.local.policy_run import LEARNERS, SIGKILL, SIGSEGV, fresh, names, training
 
 # ---------------------------------------------------------------------------------- starting
 
@@ -132,9 +68,11 @@ def test_a_complete_job_whose_parameters_never_changed_exits_with_1(event, messa
     assert exit_code(run.policy) == 1
 
 
-def test_a_complete_job_whose_parameters_changed_exits_with_0():
+def test_a_complete_job_whose_parameters_changed_and_whose_model_is_on_disk_exits_with_0():
     run = training()
     run.handle(Completed())
+    assert exit_code(run.policy) == 1
+    run.handle(Exported())
     assert (run.policy.message, exit_code(run.policy)) == ("the final step is complete", 0)
 
 
@@ -350,181 +288,3 @@ def test_the_active_deadline_fails_the_job():
     run.wait(until=100.0)
     assert run.policy.outcome is Outcome.FAILED
     assert "activeDeadlineSeconds" in run.policy.message
-
-
-# ---------------------------------------------------------------------------------- the end
-
-
-def test_after_completion_no_process_is_terminated_before_its_time():
-    run = training()
-    run.handle(Completed())
-    run.handle(Exported())
-    assert names(run.wait(until=59.75), Terminate) == []
-    assert names(run.wait(until=60.0), Terminate) == ["eu/0", "eu/1"]
-
-
-def test_the_syncer_is_terminated_last_and_then_the_run_is_closed():
-    run = training()
-    run.handle(Completed())
-    run.handle(Exported())
-    run.exits("eu/0", 0)
-    run.exits("eu/1", 0)
-    assert names(run.wait(until=5.0), Terminate) == []
-    assert names(run.exits("evaluator", 0), Terminate) == ["syncer"]
-    run.exits("syncer", 0)
-    assert run.policy.phase is Phase.CLOSED
-    assert all(process.state is State.DONE for process in run.policy.processes.values())
-
-
-def test_the_syncer_is_not_terminated_before_the_model_is_exported():
-    run = training()
-    run.handle(Completed())
-    for name in (*LEARNERS, "evaluator"):
-        run.exits(name, 0)
-    assert names(run.wait(until=100.0), Terminate) == []
-    assert names(run.handle(Exported()), Terminate) == ["syncer"]
-
-
-def test_a_syncer_that_is_killed_before_the_export_restarts():
-    run = training()
-    run.handle(Completed())
-    assert names(run.exits("syncer", -SIGKILL), Start) == ["syncer"]
-
-
-def test_an_evaluator_that_crashes_before_the_final_evaluation_restarts():
-    run = training()
-    run.handle(Completed())
-    run.exits("evaluator", 1)
-    assert names(run.wait(until=1.0), Start) == ["evaluator"]
-
-
-def test_a_learner_that_fails_after_the_job_is_complete_is_reported_and_does_not_restart():
-    run = training(complete_learner_seconds=20)
-    run.handle(Completed())
-    message = "eu/0 failed after the job was complete (exit code 1: no such folder)"
-    assert run.exits("eu/0", 1, last_line="no such folder") == [Acknowledge(message=message)]
-    run.wait(until=21.0)
-    assert not names(run.exits("eu/1", -15), Restart), "this one did not fail by itself"
-    assert [d for _, d in run.decisions if isinstance(d, Acknowledge)] == [
-        Acknowledge(message=message)
-    ]
-    run.wait(until=50.0)
-    assert run.starts("eu/0") == [0.0]
-
-
-def test_a_learner_that_is_to_restart_when_the_job_is_complete_is_named():
-    """As one that was killed shortly before: it saves no file."""
-    run = training()
-    run.exits("eu/0", -SIGKILL)
-    run.exits("eu/1", 0)
-    [_, noted] = [d for d in run.handle(Completed()) if isinstance(d, Close | Acknowledge)]
-    assert noted.message.startswith("eu/0 does not restart, because the job is complete; what its")
-    run.wait(until=30.0)
-    assert run.starts("eu/0") == [0.0]
-    assert run.policy.processes["eu/0"].restarts == 0
-
-
-def test_an_interrupt_terminates_learners_then_evaluator_then_syncer():
-    run = training()
-    assert names(run.handle(Interrupted()), Terminate) == ["eu/0", "eu/1"]
-    run.exits("eu/0", 0)
-    assert names(run.exits("eu/1", 0), Terminate) == ["evaluator"]
-    assert names(run.exits("evaluator", 0), Terminate) == ["syncer"]
-    run.exits("syncer", 0)
-    assert (run.policy.phase, run.policy.outcome) == (Phase.CLOSED, Outcome.SUSPENDED)
-    assert not run.policy.forced
-
-
-def test_a_process_that_does_not_exit_is_killed_once():
-    run = training()
-    run.handle(Interrupted())
-    assert names(run.wait(until=29.75), Kill) == []
-    assert names(run.wait(until=60.0), Kill) == ["eu/0", "eu/1"]
-
-
-def test_a_second_interrupt_kills_all_processes_immediately():
-    run = training()
-    run.handle(Interrupted())
-    assert names(run.handle(Interrupted()), Kill) == ["syncer", "eu/0", "eu/1", "evaluator"]
-    for name in ("syncer", *LEARNERS, "evaluator"):
-        run.exits(name, -SIGKILL)
-    assert run.policy.phase is Phase.CLOSED
-    assert run.policy.forced
-
-
-def test_an_interrupt_after_completion_skips_the_wait_but_stays_complete():
-    run = training()
-    run.handle(Completed())
-    decisions = run.handle(Interrupted())
-    assert names(decisions, Terminate) == ["eu/0", "eu/1"]
-    assert run.policy.outcome is Outcome.COMPLETE
-    [noted] = [found.message for found in decisions if isinstance(found, Acknowledge)]
-    assert noted.startswith("no longer waiting for the learners and the last evaluation")
-    decisions = run.handle(Interrupted())
-    assert Acknowledge(message="stopping immediately") in decisions
-    assert names(decisions, Kill) != []
-
-
-def test_an_interrupt_while_the_kernels_compile_ends_the_run():
-    run = fresh()
-    assert names(run.handle(Interrupted()), Terminate) == ["kernels"]
-    run.exits("kernels", -15)
-    assert run.policy.phase is Phase.CLOSED
-    assert run.starts("syncer") == []
-
-
-def test_a_learner_in_back_off_does_not_restart_after_an_interrupt():
-    run = training()
-    run.exits("eu/0", 1)
-    run.handle(Interrupted())
-    run.wait(until=20.0)
-    assert run.starts("eu/0") == [0.0]
-
-
-def test_the_first_reason_to_close_is_kept():
-    run = training()
-    run.exits("eu/0", 78, last_line="first")
-    run.handle(Completed())
-    run.exits("eu/1", 78, last_line="second")
-    assert run.policy.message == "learner eu/0 was refused: first"
-    assert sum(isinstance(decision, Close) for _, decision in run.decisions) == 1
-
-
-EVENTS = st.one_of(
-    st.just(Tick()),
-    st.just(Served()),
-    st.just(Completed()),
-    st.just(Exported()),
-    st.just(Interrupted()),
-    st.builds(
-        Exited,
-        name=st.sampled_from(["kernels", "syncer", *LEARNERS, "evaluator"]),
-        code=st.sampled_from([0, 1, 2, 75, 78, -9, -15]),
-    ),
-)
-
-
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=40))
-def test_any_history_never_starts_a_running_process_and_closes_after_two_interrupts(history):
-    run = Run(Policy(learners=LEARNERS, evaluator=True))
-    running: set[str] = set()
-
-    def handle(event: Event) -> None:
-        if isinstance(event, Exited):
-            if event.name not in running:
-                return
-            running.remove(event.name)
-        for name in names(run.handle(event), Start):
-            assert name not in running
-            running.add(name)
-
-    for event, seconds in history:
-        run.now += seconds
-        handle(event)
-    while run.policy.phase is not Phase.CLOSED:
-        run.now += 50.0
-        handle(Interrupted())
-        for name in sorted(running):
-            handle(Exited(name=name, code=-SIGKILL))
-    assert running == set()
-    assert names(run.wait(until=run.now + 300.0), Start) == []

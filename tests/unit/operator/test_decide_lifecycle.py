@@ -225,15 +225,6 @@ def test_the_evaluator_may_finish():
     assert world.replicas()["a-evaluator"] == 0
 
 
-def test_the_evaluator_is_not_waited_for_for_ever():
-    world = training(manifest(evaluation={"everySteps": 50}))
-    world.answers("Complete", step=2000, eval_step=1950)
-    world.settle()
-    assert world.reconcile(100).requeue_seconds == 20
-    world.reconcile(20)
-    assert world.replicas()["a-evaluator"] == 0
-
-
 def test_complete_stays_when_the_syncer_is_deleted():
     world = complete()
     world.becomes_unreachable()

@@ -43,7 +43,7 @@ def test_only_the_end_of_what_a_command_prints_is_kept():
 
 
 def test_a_command_that_takes_too_long_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 2.0)
+    monkeypatch.setattr(evaluator, "EVALUATION_SECONDS", 2.0)
     path = tmp_path / "pid"
     body = f"""
         import os, pathlib, time
@@ -75,17 +75,17 @@ def with_helper(
 
 
 def test_the_processes_that_a_command_started_end_with_it_after_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 2.0)
+    monkeypatch.setattr(evaluator, "EVALUATION_SECONDS", 2.0)
     path = tmp_path / "pid"
     while not path.exists():  # on a busy machine, the command may be killed before it has a helper
         with pytest.raises(NoScoreError, match="timed out after"):
             command(with_helper(path, then="signal.pause()"))({})
-        evaluator._COMMAND_SECONDS *= 2
+        evaluator.EVALUATION_SECONDS *= 2
     until(lambda: not alive(int(path.read_text())), "end of the helper")
 
 
 def test_what_a_command_leaves_running_delays_no_score_and_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 60.0)
+    monkeypatch.setattr(evaluator, "EVALUATION_SECONDS", 60.0)
     path = tmp_path / "pid"
     assert command(with_helper(path))({}) == {"loss": 1.5}
     until(lambda: not alive(int(path.read_text())), "end of the helper")
@@ -93,7 +93,7 @@ def test_what_a_command_leaves_running_delays_no_score_and_ends(tmp_path, monkey
 
 def test_a_process_of_a_command_in_a_session_of_its_own_delays_no_score(tmp_path, monkeypatch):
     """Such as a daemon, which may write to the pipe for as long as it lives."""
-    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 60.0)
+    monkeypatch.setattr(evaluator, "EVALUATION_SECONDS", 60.0)
     path, helper = (
         tmp_path / "pid",
         "import time\nwhile True: print('x', flush=True), time.sleep(0.01)",

@@ -250,13 +250,27 @@ class OperatedJob:
             uid = child["metadata"]["uid"]
             mine = [pod for pod in self.pods.values() if _controller(pod) == uid]
             revision = _revision(child)
+            num_ready = sum(map(_is_ready, mine))
             child["status"] = {
                 "observedGeneration": child["metadata"]["generation"],
                 "replicas": len(mine),
-                "readyReplicas": sum(map(_is_ready, mine)),
+                "readyReplicas": num_ready,
+                **self._availability(child, num_ready),
                 "currentRevision": revision,
                 "updateRevision": revision,
             }
+
+    def _availability(self, child: Json, num_ready: int) -> Json:
+        """The condition Available of a Deployment, with the time of its last change."""
+        if child["kind"] != "Deployment":
+            return {}
+        status = "True" if num_ready >= child["spec"]["replicas"] else "False"
+        before = [
+            entry for entry in child["status"].get("conditions", ()) if entry["type"] == "Available"
+        ]
+        same = [entry for entry in before if entry["status"] == status]
+        now = {"type": "Available", "status": status, "lastTransitionTime": self.now.isoformat()}
+        return {"conditions": same or [now]}
 
     def report_event(self, item: Json, reason: str, message: str, kind: str = "Warning") -> None:
         """A controller or the kubelet reports an Event about an object."""

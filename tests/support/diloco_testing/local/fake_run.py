@@ -2,7 +2,9 @@
 A run of `diloco run` whose syncer, learners and evaluator are small scripts: no torch, no training.
 
 The scripts read orders from files in the run directory: with `complete`, the syncer reports Complete
-and all processes exit; `<region>-<index>.order` contains the next exit code and log line of a learner.
+and all processes exit, the evaluator after its score; with `scoring`, it takes until that file is gone, and with
+`no-score`, it reports the content instead. `<region>-<index>.order` contains the next exit code and log line of a
+learner.
 """
 
 from __future__ import annotations
@@ -115,8 +117,13 @@ while not left:
         code, text = order.read_text().split(" ", 1)
         print(text, file=sys.stderr)
         sys.exit(int(code))
-    if (run / "complete").exists() and not config.get("late"):
-        if name == "evaluator":
+    scores = name == "evaluator" and (run / "scoring").exists()
+    if (run / "complete").exists() and not config.get("late") and not scores:
+        if name == "evaluator" and (run / "no-score").exists():
+            health = {"at": 0, "ready": True, "progressAt": 0, "problem": "NoScore"}
+            why = (run / "no-score").read_text()
+            Path(os.environ["DILOCO_HEALTH_FILE"]).write_text(json.dumps({**health, "why": why}))
+        elif name == "evaluator":
             (run / "scored").touch()
         break
     time.sleep(0.02)
