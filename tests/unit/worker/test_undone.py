@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_worker.trainer.replica import Undone
+from diloco_worker.trainer.undone import Undone
 
 
 def results(step, model, *, count=40, size=0.02):
