@@ -368,8 +368,8 @@ class DistributedTrainer(JobTrainer):
             text = undone.PROBLEM
             if finding is Finding.WRITTEN:  # a row has no room for the names of another rank's
                 text = self._overwritten or f"parameters were {WRITTEN}"
-            if len(ranks) < self._group.size:
-                text = f"{self._group.named(ranks)}: {text}"
+            if len(ranks) < self._group.size:  # the others may notice it later, with other results
+                text = f"{text}; noticed in {self._group.named(ranks)}"
             if finding is Finding.UNDONE:
                 self._replica.undone_by_ranks = text
             log.warning("%s", text)
