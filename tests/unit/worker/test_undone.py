@@ -96,7 +96,7 @@ def test_the_shard_that_a_rank_holds_is_compared(model):
 
 
 @pytest.mark.parametrize("values", [1, 7])
-def test_a_few_values_that_a_rank_holds_tell_nothing(values):
+def test_a_few_values_that_a_rank_holds_show_nothing(values):
     """A step ends near where one value was before by chance, again and again."""
     part = nn.Linear(values, 1, bias=False)
     kept = part.weight.detach().clone()

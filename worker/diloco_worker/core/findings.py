@@ -35,7 +35,7 @@ class Findings:
 
     def look(self, rows: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
         """
-        Look at the rows once per boundary.
+        Take the rows; call it once per boundary.
 
         Args:
             rows: what each rank states.

@@ -330,10 +330,10 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: flat.numel() // SAMPLES + 1].clone()
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
+def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
+    if (before.device, before.dtype, before.shape) != (now.device, now.dtype, now.shape):
         return True
-    return not torch.equal(one, other)
+    return not torch.equal(before, now)
 
 
 def other_type(model: nn.Module, parameter: torch.Tensor, dtype: torch.dtype) -> str:
