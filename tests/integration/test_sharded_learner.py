@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco.runtime import health
 from diloco.spec import Checkpoint
 from diloco_testing.learners import sharded
 from diloco_testing.learners.ranked import (
@@ -328,3 +329,46 @@ def test_a_rank_that_calls_step_once_less_or_more_ends_the_learner_before_a_mixe
         assert second - first == difference
         copied = [m["step"] for line in syncer.events("merge") for m in line["members"]]
         assert all(step < sharded.WRONG_STEP for step in copied), "of steps that all ranks made"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "mistake", "parameters"),
+    [
+        pytest.param("fsdp", "mistaken", "parameters 0.weight, 0.bias, 2.weight, .*", id="FSDP2 x 2"),
+        pytest.param("ddp", "mistaken rank", "parameters", id="DDP x 2", marks=pytest.mark.slow_tier),
+    ],
+)  # fmt: skip
+def test_weights_that_ranks_load_and_results_that_they_undo_are_named_once_by_rank_0(
+    tmp_path, how, mistake, parameters
+):
+    spec = make_spec(learners={"eu": 1}, steps=10**6, fragments=4, interval=4)
+    file = tmp_path / "health.json"
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(
+            tmp_path, syncer, how, 2, more=[mistake],
+            variables={0: {"DILOCO_HEALTH_FILE": str(file)}},
+        ) as ranks,
+    ):  # fmt: skip
+        until(lambda: (found := health.read(file)) and found.problem, "a problem", seconds=SECONDS)
+        found = health.read(file)
+        ranks.processes[1].send_signal(signal.SIGTERM)
+        (first, error), (second, other) = ranks.ended()
+    assert (first, second) == (0, 0), (error, other)
+    assert found.problem == "OtherModel"
+    assert found.why.startswith("the last 4 results of merges were undone in the next step")
+    lines = error.splitlines()
+    assert lines.count(found.why) == 1, error
+    assert sum("were undone" in line for line in lines) == 1, error
+    [written] = [line for line in lines if "were written between Learner.connect" in line]
+    assert re.match(f"{parameters} were written between", written)
+    rank_1 = f"; noticed in rank 1 (process {ranks.processes[1].pid})"
+    if mistake == "mistaken rank":
+        assert found.why.endswith(rank_1)
+        assert written.endswith(rank_1)
+    else:
+        assert "noticed in" not in written, "all ranks load them before the same step"
+    assert "were undone" not in other, "rank 0 alone names it"
+    assert "were written between" not in other

@@ -8,6 +8,7 @@ fragments at the same step without waiting for each other. Rank 0 alone has a li
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +25,14 @@ from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import PLANS, Board, PassedError, Plan
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
+from diloco_worker.core.findings import NONE, Finding, Findings
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
-from diloco_worker.trainer import rank_replica
+from diloco_worker.trainer import rank_replica, undone
+from diloco_worker.trainer.buffers import WRITTEN, Loaded
 from diloco_worker.trainer.checkpoint import local_checkpoint
 from diloco_worker.trainer.first_rank import LinkRank
 from diloco_worker.trainer.kept import KeptState
@@ -42,6 +45,8 @@ from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
 from diloco_worker.trainer.wrappers import bare
+
+log = logging.getLogger(__name__)
 
 JOIN_POLL_SECONDS = 0.2
 
@@ -75,6 +80,11 @@ class DistributedTrainer(JobTrainer):
         SystemExit: the job refuses this learner, or the syncer or a rank does not answer in time.
     """
 
+    _findings = NONE
+    """What this rank has found out about the program."""
+    _overwritten = ""
+    """A sentence, with Finding.WRITTEN."""
+
     def __init__(
         self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *, group: RankGroup,
         connect_timeout_seconds: float,
@@ -98,8 +108,9 @@ class DistributedTrainer(JobTrainer):
         """This rank copied the whole model at the boundary that it is at."""
         self._loss, self._optimizer_steps = (
             LossReader(),
-            OptimizerSteps(optimizers, self._other_type),
+            OptimizerSteps(optimizers, self._other_type, before=self._before_step),
         )
+        self._findings_of_ranks = Findings()
         self._run_queue, self._kept = RunQueue(), KeptState(self._show, self._end)
         self._termination = Termination()
         checkpoint = self._run_spec.learner_checkpoint
@@ -129,6 +140,7 @@ class DistributedTrainer(JobTrainer):
             self._show(f"{text}; without local checkpoints: {without}" if without else text)
         try:
             self._join()
+            self._loaded = Loaded(self._model)
             if self._checkpoints is not None:
                 self._checkpoints.watch(optimizers, self._model)
         except BaseException as error:
@@ -137,6 +149,14 @@ class DistributedTrainer(JobTrainer):
             raise
 
     # ------------------------------------------------------------ properties
+
+    @property
+    def _leads(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def _ending(self) -> bool:
+        return self._terminated
 
     @property
     def done(self) -> bool:
@@ -175,6 +195,7 @@ class DistributedTrainer(JobTrainer):
             return
         self._check_machines()
         self._check_model()
+        self._replica.stepped()
         self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None:
@@ -183,6 +204,7 @@ class DistributedTrainer(JobTrainer):
         if self._first is not None:
             self._await_ranks(boundary - 1)
             self._compare_steps(boundary)
+            self._show_findings()
             self._first.settle(self._board.finished())
         plan = self._plan(boundary)
         self._loss.read(loss)
@@ -291,9 +313,10 @@ class DistributedTrainer(JobTrainer):
     ) -> None:
         """This rank has followed the plan, and made these copies, or its device makes them."""
         finished = self._replica.end(boundary, plan.fetches)
+        self._findings |= Finding.UNDONE if self._replica.undoes else NONE
         self._board.enter(
             self._rank, boundary, terminated=self._termination.received, finished=finished,
-            steps=self._optimizer_steps.first,
+            steps=self._optimizer_steps.first, findings=self._findings,
         )  # fmt: skip
         model, self._model_copied = self._model_copied, False
         places = plan.places if model else {p: plan.places[p] for p in copies or ()}
@@ -334,6 +357,22 @@ class DistributedTrainer(JobTrainer):
             if own and steps and own != steps:  # 0: it does not report steps
                 made = f"rank 0 has made {own} optimizer steps, and {self._group.named([rank])} {steps}"
                 self._exit(f"after as many calls of learner.step(), {made}; {EXPECTED}")
+
+    def _written(self, text: str) -> None:
+        self._findings |= Finding.WRITTEN
+        self._overwritten = text
+
+    def _show_findings(self) -> None:
+        """Rank 0: name what any rank has found out about the program."""
+        for finding, ranks in self._findings_of_ranks.look(self._board.findings()):
+            text = undone.PROBLEM
+            if finding is Finding.WRITTEN:  # a row has no room for the names of another rank's
+                text = self._overwritten or f"parameters were {WRITTEN}"
+            if len(ranks) < self._group.size:  # the others may notice it later, with other results
+                text = f"{text}; noticed in {self._group.named(ranks)}"
+            if finding is Finding.UNDONE:
+                self._replica.undone_by_ranks = text
+            log.warning("%s", text)
 
     def _await_ranks(self, boundary: int) -> None:
         """Rank 0: every rank has followed the plan of this boundary."""

@@ -64,6 +64,16 @@ class JobTrainer:
     """Steps after the end of the job, or SIGTERM."""
 
     @property
+    def _leads(self) -> bool:
+        """Whether this process states what is the same in all ranks."""
+        return True
+
+    @property
+    def _ending(self) -> bool:
+        """Whether a process of this learner received SIGTERM."""
+        return self._termination.received
+
+    @property
     def closed(self) -> bool:
         """Whether it has left the job."""
         return self._core.closed
@@ -98,7 +108,11 @@ class JobTrainer:
             return
         loaded, self._loaded = self._loaded, None
         if loaded is not None and (text := loaded.written()):
-            log.warning("%s", text)
+            self._written(text)
+
+    def _written(self, text: str) -> None:
+        """The program has written over what `connect` loaded: a sentence."""
+        log.warning("%s", text)
 
     def _check_model(self) -> None:
         """End if the program has changed what it trains; warn if its loop does not end."""
@@ -106,8 +120,8 @@ class JobTrainer:
         if text := self._replica.refused:
             self._end(EXIT_REFUSED, text)
         self._core.checks.other_model = self._replica.problem
-        self._late += self._core.link_state.complete or self._termination.received
-        if self._late == LATE_STEPS:
+        self._late += self._core.link_state.complete or self._ending
+        if self._late == LATE_STEPS and self._leads:
             log.warning(
                 "%s: learner.step() was called %d times since the job was complete or SIGTERM was received; end the "
                 "loop when learner.done is true: what is trained from now on is lost", self.name, LATE_STEPS,

@@ -312,8 +312,8 @@ class Learner:
     def _check_schedules(self) -> None:
         """Name schedulers that begin again with each process."""
         optimizers, self._unchecked = self._unchecked, ()
-        if self.spec is None or self.step_index <= self.spec.interval:
-            return
+        if self.spec is None or self.step_index <= self.spec.interval or self.identity.process:
+            return  # rank 0 names what is the same in all ranks
         if found := starting_over(optimizers):
             log.warning(
                 "%s: the schedule of the learning rate (%s) starts over, because it counts the steps of this process, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import subprocess
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,13 +21,16 @@ from diloco_testing.local.fake_run import until
 from diloco_worker import distributed
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
+from diloco_worker.core.findings import Findings
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.core.rooms import Devices, Rooms
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer
 from diloco_worker.ipc.shared_memory import SharedMemory
-from diloco_worker.trainer import rank_processes
+from diloco_worker.job_trainer import LATE_STEPS
+from diloco_worker.trainer import rank_processes, undone
+from diloco_worker.trainer.buffers import WRITTEN, Loaded
 from diloco_worker.trainer.first_rank import LinkRank
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
@@ -51,7 +55,7 @@ def rank(number: int) -> DistributedTrainer:
     )
     nothing = SimpleNamespace(
         close=lambda: None, restore=lambda: None, give_up=lambda: None, received=False,
-        refused="", end=lambda boundary, fetches: boundary,
+        refused="", end=lambda boundary, fetches: boundary, stepped=lambda: None, undoes=False,
     )  # fmt: skip
     trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
@@ -213,8 +217,9 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
         ended=lambda **_: None, checks=SimpleNamespace(),
     )  # fmt: skip
     trainer._replica = SimpleNamespace(
-        refused="", problem="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
-    )
+        refused="", problem="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary,
+        stepped=lambda: None, undoes=False,
+    )  # fmt: skip
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)
     trainer._journal = SimpleNamespace(append=lines.append)
@@ -310,6 +315,79 @@ def test_sigterm_in_any_rank_is_in_the_plan_that_a_rank_follows():
     trainer._plan(1)
     assert trainer._terminated
     assert trainer.done
+
+
+def shown(first: DistributedTrainer, caplog) -> list[str]:
+    """What rank 0 logs about the ranks, over some boundaries."""
+    caplog.clear()
+    for _ in range(4):
+        first._show_findings()
+    return [record.getMessage() for record in caplog.records]
+
+
+def two_ranks() -> tuple[DistributedTrainer, DistributedTrainer]:
+    """With one board, and a replica of its own each."""
+    trainers = rank(0), rank(1)
+    trainers[1]._board = trainers[0]._board
+    trainers[0]._findings_of_ranks = Findings()
+    for trainer in trainers:
+        trainer._optimizer_steps = SimpleNamespace(first=0)
+        trainer._replica = SimpleNamespace(
+            undoes=False, undone_by_ranks="", end=lambda boundary, fetches: boundary
+        )
+    return trainers
+
+
+@pytest.mark.parametrize("undoing", [[0], [1], [0, 1]])
+def test_results_that_any_rank_has_undone_are_named_once_by_rank_0(undoing, caplog):
+    trainers = two_ranks()
+    for trainer in trainers:
+        trainer._replica.undoes = trainer._rank in undoing
+        for boundary in (1, 2):
+            trainer._enter(boundary, Plan(boundary=boundary, link_state=LinkState()))
+    [text] = shown(trainers[0], caplog)
+    named = f"; noticed in {trainers[0]._group.named(undoing)}" if len(undoing) == 1 else ""
+    assert text == undone.PROBLEM + named
+    assert trainers[0]._replica.undone_by_ranks == text
+    assert shown(trainers[0], caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("writing", "what", "end"),
+    [
+        ([0, 1], "parameters 0.weight, 0.bias", ""),
+        ([0], "parameters 0.weight, 0.bias", "; noticed in rank 0 (process {pid})"),
+        ([1], "parameters", "; noticed in rank 1 (process {pid})"),
+    ],
+)
+def test_weights_that_any_rank_has_loaded_after_it_connected_are_named_once_by_rank_0(
+    writing, what, end, caplog
+):
+    trainers = two_ranks()
+    for trainer in trainers:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        trainer._optimizer_steps = OptimizerSteps([optimizer], before=trainer._before_step)
+        trainer._loaded = Loaded(model)
+        if trainer._rank in writing:
+            model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        optimizer.step()
+        trainer._enter(1, Plan(boundary=1, link_state=LinkState()))
+    [text] = shown(trainers[0], caplog)
+    assert text == f"{what} were {WRITTEN}{end.format(pid=os.getpid())}"
+    assert trainers[0]._replica.undone_by_ranks == ""
+    assert shown(trainers[0], caplog) == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_loop_that_continues_after_the_end_is_named_by_rank_0_alone(number, caplog):
+    """SIGTERM in any rank ends all of them, so that the plan states it."""
+    trainer = rank(number)
+    trainer._replica = SimpleNamespace(refused="", problem="")
+    trainer._terminated = True
+    for _ in range(LATE_STEPS + 1):
+        trainer._check_model()
+    assert caplog.text.count("end the loop when learner.done is true") == (number == 0)
 
 
 # ---------------------------------------------------------------- rank 0

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
 from diloco_worker import Learner
+from diloco_worker.identities import Identity
 from diloco_worker.integrations.rates import Rates
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer import learning_rate
@@ -294,6 +295,18 @@ def test_a_schedule_that_starts_over_with_the_process_is_named_once(caplog):
     assert "(CosineAnnealingLR, LinearLR, SequentialLR) starts over" in warned(
         caplog, MAKE["sequence"], at=648
     )
+
+
+def test_of_several_ranks_the_first_alone_names_a_schedule_that_starts_over(caplog):
+    for rank in (0, 1):
+        caplog.clear()
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        learner = Learner(Rejoined(648), identity=Identity(process=rank), optimizers=[optimizer])
+        scheduler = MAKE["one cycle"](optimizer)
+        optimizer.step()
+        scheduler.step()
+        learner.step(tokens=1)
+        assert caplog.text.count("starts over, because") == (rank == 0)
 
 
 def test_no_other_schedule_is_named(caplog):

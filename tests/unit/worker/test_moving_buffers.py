@@ -469,7 +469,7 @@ def test_a_line_about_buffers_names_at_most_eight():
 def test_weights_that_a_program_loads_after_it_connected_are_named():
     """A checkpoint of its own, for example, loaded at each start right before the loop."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    loaded, saved = Loaded(model), {k: v.clone() for k, v in model.state_dict().items()}
+    loaded, saved = Loaded(model), {k: v + 1 for k, v in model.state_dict().items()}
     model(torch.ones(1, 2)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert loaded.written() == ""
@@ -477,3 +477,34 @@ def test_weights_that_a_program_loads_after_it_connected_are_named():
     assert loaded.written().startswith(
         "parameters 0.weight, 0.bias were written between Learner.connect and the first step of"
     )
+
+
+def test_weights_that_are_written_with_their_own_values_are_not_named():
+    """As DistributedDataParallel writes them when it is made after `connect`."""
+    model = nn.Sequential(nn.Linear(300, 2), nn.LayerNorm(2))
+    loaded = Loaded(model)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+    assert loaded.written() == ""
+    with torch.no_grad():
+        model[0].weight[1] = 0
+    assert loaded.written().startswith("parameter 0.weight was written between")
+
+
+def test_weights_of_fsdp2_that_are_loaded_are_named_and_passes_of_its_ranks_are_none():
+    """The first forward pass may put a shard into other memory."""
+    with alone():
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, bias=False))
+        for part in (*model, model):
+            fully_shard(part)
+        loaded = Loaded(model)
+        with torch.no_grad():
+            model(torch.ones(3, 6))
+        model(torch.ones(3, 6)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.parameters():
+            parameter._local_tensor = parameter._local_tensor.clone().add_(0)
+        assert loaded.written() == ""
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        assert loaded.written().startswith(
+            "parameters 0.weight, 0.bias, 1.weight were written between Learner.connect and the"
+        )

@@ -112,6 +112,34 @@ def test_every_rank_applies_all_of_a_result_and_rounding_is_written_back(ranks):
     assert np.array_equal(narrow, models[0].narrow.detach().float().numpy())
 
 
+@pytest.mark.parametrize("undoing", [[0], [2], [0, 1, 2], []])
+def test_each_rank_finds_out_whether_the_program_undoes_results_in_what_it_holds(
+    ranks, undoing, caplog
+):
+    models, replicas = ranks
+    kept = [[p.detach().clone() for p in model.parameters()] for model in models]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        for fragment in replicas[0].layout.fragments:
+            inbox_N = replicas[0].shared.inbox(fragment.index)
+            for slot in fragment.slots:
+                if not fragment.buffers:
+                    inbox_N[slot.offset : slot.offset + slot.tensor.length] = torch.randn(
+                        slot.tensor.length, generator=generator
+                    )
+            for replica in replicas:
+                replica.apply(fragment.index)
+        for replica, model, values in zip(replicas, models, kept, strict=True):
+            if replica.rank in undoing:
+                with torch.no_grad():
+                    for parameter, value in zip(model.parameters(), values, strict=True):
+                        parameter.copy_(value)
+            replica.stepped()
+    assert [replica.rank for replica in replicas if replica.undoes] == undoing
+    assert caplog.text == "", "rank 0 alone shows it"
+    assert [replica.problem for replica in replicas] == [""] * 3
+
+
 def test_constants_of_rank_0_reach_all_ranks(ranks):
     models, replicas = ranks
     models[0].table[0, 0] = False

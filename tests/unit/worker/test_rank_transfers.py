@@ -7,6 +7,7 @@ complete, that all ranks do the same at the same step, and that no step waits fo
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from diloco.v1 import bulk_pb2 as bulk
+from diloco_testing.learners import late_learner, late_ranks
 from diloco_testing.learners.late_learner import SPEC, Net
 from diloco_testing.learners.late_ranks import LateRanks
 from diloco_testing.learners.rank_threads import in_ranks
@@ -209,6 +211,43 @@ def test_ranks_on_the_cpu_copy_at_once(monkeypatch):
         assert replica.devices is None
         assert replica.end(7, []) == 7
         replica.close()
+
+
+@pytest.mark.parametrize("undoing", [[0, 1], [1], []])
+def test_a_program_that_undoes_results_is_named_by_rank_0_and_no_step_waits(
+    monkeypatch, tmp_path, caplog, undoing
+):
+    """It writes a vector, or master weights, to the model of these ranks in each step."""
+    learner = LateRanks(monkeypatch, tmp_path, seed=2, ranks=2)
+    kept = {
+        id(learner.models[rank]): [p.detach().clone() for p in learner.models[rank].parameters()]
+        for rank in undoing
+    }
+    for tensor in itertools.chain(*kept.values()):
+        tensor.on_device = True
+
+    def write(model, step):
+        if id(model) not in kept:
+            late_learner.update(model, step)
+            return
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), kept[id(model)], strict=True):
+                parameter.copy_(values + 1e-4 * step)
+
+    monkeypatch.setattr(late_ranks, "update", write)
+    chance = random.Random(2)
+    for _ in range(STEPS):
+        learner.step()
+        learner.pass_time(chance.choice((20, 90, 200, 400)))
+        learner.link.turn()
+    assert [t._rank for t in learner.trainers if t._replica.undoes] == undoing
+    lines = [r.getMessage() for r in caplog.records if "were undone" in r.getMessage()]
+    assert len(lines) == bool(undoing)
+    problem = learner.trainer._core.state().problem_text
+    assert problem == "".join(lines)
+    assert problem.startswith("the last 4 results of merges were undone" if undoing else "")
+    assert problem.endswith("; noticed in rank 1") or undoing != [1]
+    learner.close()
 
 
 def test_memory_that_cannot_be_registered_is_named(monkeypatch, caplog):

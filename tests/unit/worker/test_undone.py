@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from diloco_worker.trainer.replica import Undone
+from diloco_testing.learners.alone import alone
+from diloco_worker.trainer.layout import local
+from diloco_worker.trainer.undone import Undone, compared
 
 
 def results(step, model, *, count=40, size=0.02):
@@ -17,7 +23,8 @@ def results(step, model, *, count=40, size=0.02):
     def overwrite():
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+                held = local(parameter)
+                held.add_(size * torch.randn(held.shape, generator=generator))
 
     for _ in range(count):
         undone.apply(model.weight, overwrite)
@@ -69,3 +76,44 @@ def test_parameters_of_every_shape_can_be_compared():
         undone.apply(parameter, lambda: None)
         undone.apply(nn.Parameter(torch.ones(4, 3).t()), lambda: None)
         assert not undone.stepped()
+
+
+def test_the_shard_that_a_rank_holds_is_compared(model):
+    """Master weights in fp32, which a program keeps of its shards, are written to them after each step."""
+    with alone():
+        fully_shard(model)
+        assert isinstance(model.weight, DTensor)
+        kept = [p.to_local().detach().clone() for p in model.parameters()]
+
+        def step():
+            for parameter, values in zip(model.parameters(), kept, strict=True):
+                values.add_(1e-4 * torch.randn(values.shape))
+                parameter.to_local().detach().copy_(values)
+
+        [text] = results(step, model)
+        assert text.startswith("the last 4 results of merges were undone in the next step")
+        assert results(lambda: None, model) == []
+
+
+@pytest.mark.parametrize("values", [1, 7])
+def test_a_few_values_that_a_rank_holds_show_nothing(values):
+    """A step ends near where one value was before by chance, again and again."""
+    part = nn.Linear(values, 1, bias=False)
+    kept = part.weight.detach().clone()
+
+    def step():
+        with torch.no_grad():
+            part.weight.copy_(kept)
+
+    assert results(step, part) == []
+
+
+def test_the_tensor_that_is_compared_is_the_one_of_which_this_process_holds_most():
+    fragment, buffers = SimpleNamespace(buffers=False), SimpleNamespace(buffers=True)
+    small, large = (
+        SimpleNamespace(tensor=torch.ones(rows, 8), view=torch.ones(held, 8))
+        for rows, held in ((9, 1), (2, 2))
+    )
+    assert compared(fragment, [small, large]) is large.tensor
+    assert compared(fragment, []) is None, "another rank holds it"
+    assert compared(buffers, [small]) is None, "a forward pass changes it"

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diloco_worker.core.fetches import Fetch, Fetches
+from diloco_worker.core.findings import NONE, Finding
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.core.rooms import UNDER_WAY, Devices, smallest
@@ -47,6 +48,8 @@ TEXT_CHARACTERS = 1000
 _HEAD = struct.Struct("<QII")  # boundary, bytes, checksum
 _ROW = struct.Struct("<QQQQ")  # boundary that was followed, boundary that is over, flags, steps
 _ENDS, _LEFT = 1, 2
+_FINDINGS = 2
+"""Bits of the flags below those of what the rank has found out about its program."""
 
 _STEPS = 32
 """Bits of the number of steps. The boundary is in the same word, because a row is not written at once."""
@@ -177,7 +180,8 @@ class Board:
         return Plan.from_bytes(data) if checksum == _checksum(found, data) else None
 
     def enter(
-        self, rank: int, boundary: int, *, terminated: bool, finished: int | None = None, steps: int = 0
+        self, rank: int, boundary: int, *, terminated: bool, finished: int | None = None, steps: int = 0,
+        findings: Finding = NONE,
     ) -> None:  # fmt: skip
         """
         The rank has followed the plan of this boundary.
@@ -188,10 +192,11 @@ class Board:
             terminated: the rank is to end.
             finished: the newest boundary of which its device has finished the work; None: this one.
             steps: that its first optimizer has made; 0: not known.
+            findings: all that this rank has until now.
         """
         over = boundary if finished is None else finished
         counted = boundary << _STEPS | steps
-        row = _ROW.pack(boundary, over, _ENDS * terminated, counted)
+        row = _ROW.pack(boundary, over, findings << _FINDINGS | _ENDS * terminated, counted)
         self._area.write_control(_ROW.size * rank, row)
 
     def leave(self, rank: int) -> None:
@@ -210,6 +215,11 @@ class Board:
         """(boundary, whether the rank is to end) of each rank."""
         data = self._area.read_control(0, _ROW.size * self._ranks)
         return [(boundary, bool(flags & _ENDS)) for boundary, _, flags, _ in _ROW.iter_unpack(data)]
+
+    def findings(self) -> list[Finding]:
+        """What each rank has found out about its program."""
+        data = self._area.read_control(0, _ROW.size * self._ranks)
+        return [Finding(flags >> _FINDINGS) for _, _, flags, _ in _ROW.iter_unpack(data)]
 
     def steps(self) -> list[tuple[int, int]]:
         """(boundary, steps of the first optimizer until then) of each rank."""

@@ -289,27 +289,51 @@ def _digest(tensor: torch.Tensor) -> int:
     return state.intdigest()
 
 
+SAMPLES = 64
+"""Values of a parameter that `Loaded` keeps."""
+
+WRITTEN = (
+    "written between Learner.connect and the first step of the optimizer, so that this learner does not begin with "
+    "what the job has trained: load weights, and checkpoints of your own, before Learner.connect"
+)
+
+
 class Loaded:
     """
-    What `Learner.connect` has put into a model, to notice a program that overwrites it.
+    What `Learner.connect` has put into a model, to notice a program that overwrites it with other values.
+
+    A parameter that is written with its own values, as DistributedDataParallel does when it is made, is as before; so
+    are shards that FSDP2 puts into other memory before its first forward pass. Some values of each are kept for that.
 
     Args:
-        model: holds the parameters of the job.
+        model: holds the parameters of the job, or what this rank has of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = [(n, p, _writes(p)) for n, p in tensors_of(model) if p.requires_grad]
+        trained = [(name, p) for name, p in tensors_of(model) if p.requires_grad]
+        self._known = [(name, p, _writes(p), _some(p)) for name, p in trained]
 
     def written(self) -> str:
         """A sentence about trained parameters that were written since; call it before an optimizer's first step."""
-        names = [name for name, parameter, writes in self._known if writes != _writes(parameter)]
-        if not names:
-            return ""
-        return (
-            f"{_listed('parameter', names, 'was', 'were')} written between Learner.connect and the first step of the "
-            "optimizer, so that this learner does not begin with what the job has trained: load weights, and "
-            "checkpoints of your own, before Learner.connect; if the values are the same, ignore this line"
-        )
+        names = [
+            name
+            for name, parameter, writes, some in self._known
+            if writes != _writes(parameter) and _differ(some, _some(parameter))
+        ]
+        return f"{_listed('parameter', names, 'was', 'were')} {WRITTEN}" if names else ""
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Values from all of what this process holds of a tensor, or from its first row."""
+    values = local(tensor).detach()
+    flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
+    return flat[:: flat.numel() // SAMPLES + 1].clone()
+
+
+def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
+    if (before.device, before.dtype, before.shape) != (now.device, now.dtype, now.shape):
+        return True
+    return not torch.equal(before, now)
 
 
 def other_type(model: nn.Module, parameter: torch.Tensor, dtype: torch.dtype) -> str:

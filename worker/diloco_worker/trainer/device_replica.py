@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,8 @@ from diloco_worker.trainer import device_codec
 from diloco_worker.trainer.buffers import WatchBeside
 from diloco_worker.trainer.device import U8, CudaDevice, Device, Event, devices_of
 from diloco_worker.trainer.layout import F32
-from diloco_worker.trainer.replica import Replica, Undone
+from diloco_worker.trainer.replica import Replica
+from diloco_worker.trainer.undone import UndoneBeside
 
 log = logging.getLogger(__name__)
 
@@ -65,61 +66,6 @@ def replica_of(model: nn.Module, spec: RunSpec, *, encode: bool = False) -> Repl
     return Replica(model, spec)
 
 
-class UndoneBeside(Undone):
-    """
-    As `Undone`, on a device, which counts how many results in a row were undone: the host gets the number with the
-    copies of a later step, so that no step waits.
-
-    Args:
-        device: of the model.
-
-    Raises:
-        RuntimeError: device or host have no memory for the number.
-    """
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
-        self._counts, self._known = device.empty(2), device.pinned(2)
-        """How many in a row, and the most so far; the same on the host, as of the last copy."""
-        self._begun = False
-        self._compares = self._counted = self._copied = False
-        """Whether there are results to compare, results compared since the last copy, and a copy under way."""
-
-    def apply(self, tensor: torch.Tensor, overwrite: Callable[[], object]) -> None:
-        """See `Undone.apply`."""
-        self._device.train(partial(super().apply, tensor, overwrite))
-        self._compares = True
-
-    def stepped(self) -> bool:
-        """The program has made a step; `copied` states what the device has found."""
-        if self._compares:
-            self._device.train(self._compare)
-            self._compares, self._counted = False, True
-        return False
-
-    def copy(self) -> None:
-        """The copies of a boundary begin."""
-        if self._counted:
-            self._device.copy(self._counts, self._known)
-            self._counted, self._copied = False, True
-
-    def copied(self) -> bool:
-        """The copies of the last boundary are complete; whether `problem` is new."""
-        copied, self._copied = self._copied, False
-        return copied and self._judge(float(self._known[1]))
-
-    def _compare(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._counts.zero_()
-        in_row, most = self._counts.unbind()
-        for way, left in self._ways():
-            in_row = torch.where(way > 0, (in_row + 1) * (left < self.NEAR * way), in_row)
-            most = torch.maximum(most, in_row)
-        self._counts.copy_(torch.stack([in_row, most]))
-
-
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 
@@ -150,6 +96,8 @@ class DeviceReplica(Replica):
         self._work = DeviceWork(sizes, rooms)
         self._device = device
         self._event: Event | None = None
+        self._counted = False
+        """Whether the copies under way have the number of results that were undone."""
         self._link_state: LinkState | None = None
         self._checks = WatchBeside(self._watch, device)
         self._reported = False
@@ -277,7 +225,7 @@ class DeviceReplica(Replica):
             if self._pinned_in:
                 target.numpy()[:] = self.shared.inbox(result.fragment)
             device.copy(target, self._buffer(result))
-        self._undone_beside.copy()
+        self._counted = self._undone_beside.copy()
         self._event = device.record()
 
     def _try_to_encode(self, out: Outgoing, buffer_N: torch.Tensor) -> bool:
@@ -310,7 +258,7 @@ class DeviceReplica(Replica):
                 np.copyto(self.shared.inbox(result.fragment), self._host_in(result).numpy())
         self._rounded, self._event, self._old_bases = [], None, ()
         self._work.settle(installed)
-        if self._undone_beside.copied():
+        if self._counted and self._undone_beside.copied():
             log.warning("%s", self._undone.problem)
 
     # ------------------------------------------------------------ fragments
@@ -337,10 +285,7 @@ class DeviceReplica(Replica):
         result = self._work.apply(fragment)
         buffer_N = self._buffer(result)
         overwrite = partial(self._copier.stage_in, fragment, buffer_N)
-        if self.layout.fragments[fragment].buffers:
-            self._device.train(overwrite)
-        else:
-            self._undone.apply(self._largest(fragment), overwrite)
+        self._undone.apply(self._compared(fragment), overwrite)
         if self._copier.rounds(fragment):
             self._rounded.append(result)
         if (base_N := self._bases.get(fragment)) is not None:

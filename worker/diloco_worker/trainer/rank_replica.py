@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -33,6 +34,7 @@ from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_transfers import RankTransfers
 from diloco_worker.trainer.sharded_digests import digests
 from diloco_worker.trainer.shards import described, plain_digests, shares, to_text
+from diloco_worker.trainer.undone import Undone, compared
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +122,9 @@ class RankReplica:
             [self.shared.inbox(p) for p in fragments],
         )
         self._transfers = self._agree_on_transfers(device, group)
+        self._undone = Undone() if self._transfers is None else self._transfers.undone
+        self.undone_by_ranks = ""
+        """Rank 0: a sentence, once any rank has stated that its program undoes results."""
 
     def _agree_on_transfers(self, device: Device | None, group: RankGroup) -> RankTransfers | None:
         """
@@ -183,8 +188,17 @@ class RankReplica:
 
     @property
     def problem(self) -> str:
-        """See `Watch.problem`; rank 0 inspects it."""
-        return self._watch.problem
+        """See `Replica.problem`; rank 0 knows it."""
+        return self._watch.problem or self.undone_by_ranks
+
+    @property
+    def undoes(self) -> bool:
+        """Whether the program has undone results in what this rank holds."""
+        return bool(self._undone.problem)
+
+    def stepped(self) -> None:
+        """The program has made a step."""
+        self._undone.stepped()
 
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy; beside the training, if `end` states that it is not finished."""
@@ -220,10 +234,11 @@ class RankReplica:
 
     def apply(self, fragment: int) -> None:
         """Overwrite this rank's part of a fragment from its inbox, or from where it was fetched to."""
+        tensor = compared(self.layout.fragments[fragment], self._copier.held[fragment])
         if self._transfers is None:
-            self._copier.copy_in(fragment)
+            self._undone.apply(tensor, partial(self._copier.copy_in, fragment))
         else:
-            self._transfers.apply(fragment)
+            self._transfers.apply(fragment, tensor)
 
     def end(self, boundary: int, fetches: Sequence[Fetch]) -> int:
         """

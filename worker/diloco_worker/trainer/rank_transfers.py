@@ -22,6 +22,7 @@ from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer import digits
 from diloco_worker.trainer.device import Device, Event
 from diloco_worker.trainer.layout import Copier, Pair
+from diloco_worker.trainer.undone import UndoneBeside
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class _Boundary:
     """Which of the set."""
     rounded: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Values in a buffer that go back to an inbox."""
+    counted: bool = False
+    """The host gets the number of results that were undone."""
 
 
 class RankTransfers:
@@ -101,6 +104,7 @@ class RankTransfers:
                     [device.pinned(n) for n in self._rooms] for _ in range(UNDER_WAY)
                 ]
                 self._pinned_in = [device.pinned(n) for n in incoming]
+            self.undone = UndoneBeside(device)
         except RuntimeError:
             device.unregister()
             raise
@@ -127,10 +131,16 @@ class RankTransfers:
         self._device.train(lambda: _gather(parts))
         opened.copies.append(parts)
 
-    def apply(self, fragment: int) -> None:
-        """Overwrite what this rank holds of a fragment with its result on the device."""
+    def apply(self, fragment: int, compared: torch.Tensor | None) -> None:
+        """
+        Overwrite what this rank holds of a fragment with its result on the device.
+
+        Args:
+            fragment: of which the result was fetched.
+            compared: see `Undone.apply`.
+        """
         parts = self._incoming(self._fetched.pop(fragment))
-        self._device.train(lambda: _scatter(parts))
+        self.undone.apply(compared, lambda: _scatter(parts))
         by_tensor = {id(part.pair.tensor): part for part in parts}
         for pair in self._copier.back[fragment]:
             part = by_tensor[id(pair.tensor)]
@@ -167,6 +177,7 @@ class RankTransfers:
                     if part.pinned is not None:
                         part.pinned.copy_(part.pair.view)
                     device.copy(part.host, part.buffer)
+            opened.counted = self.undone.copy()
             opened.number, opened.event = boundary, device.record()
             self._under_way.append(opened)
         return self._under_way[0].number - 1 if self._under_way else boundary
@@ -186,9 +197,12 @@ class RankTransfers:
     def _settle(self) -> None:
         """Forget the boundaries that the device has finished; their buffers are free."""
         while self._under_way and (event := self._under_way[0].event) is not None and event.done():
-            for part in (part for parts in self._under_way.pop(0).copies for part in parts):
+            finished = self._under_way.pop(0)
+            for part in (part for parts in finished.copies for part in parts):
                 if part.pinned is not None:
                     part.pair.view.copy_(part.pinned)
+            if finished.counted:
+                self.undone.copied()
 
     def _incoming(self, fetch: Fetch) -> list[_Part]:
         pinned = self._pinned_in[fetch.buffer] if self._pinned_in else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,64 +24,9 @@ from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, describe
+from diloco_worker.trainer.undone import Undone, compared
 
 log = logging.getLogger(__name__)
-
-
-class Undone:
-    """
-    Notices a program that writes its own parameters over the results of merges, such as those of a vector or of a copy.
-
-    Compares some values of each result with what they were before and are one step later. A step of an optimizer goes
-    anywhere; one that ends near where the parameters were before, several times in a row, has undone the results.
-    """
-
-    IN_ROW, MOST_VALUES, NEAR = 4, 1024, 0.5
-    """NEAR: in parts of the way that the result went."""
-
-    def __init__(self) -> None:
-        self._applied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        """A parameter, and its values before and after."""
-        self._in_row = 0
-        self.problem = ""
-        """A sentence, once results were undone."""
-
-    def apply(self, tensor: torch.Tensor, overwrite: Callable[[], object]) -> None:
-        """Call `overwrite`, which puts a result into the tensor and others."""
-        before = self._some(tensor)
-        overwrite()
-        self._applied.append((tensor, before, self._some(tensor)))
-
-    def stepped(self) -> bool:
-        """The program has made a step; whether `problem` is new."""
-        for way, left in self._ways():
-            if way > 0:
-                self._in_row = self._in_row + 1 if left < self.NEAR * way else 0
-        return self._judge(self._in_row)
-
-    def _ways(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """How far each result of the last boundary has moved the values, and how far from before they are now."""
-        applied, self._applied = self._applied, []
-        return [
-            ((after - before).norm(), (self._some(tensor) - before).norm())
-            for tensor, before, after in applied
-        ]
-
-    def _judge(self, in_row: float) -> bool:
-        """Whether `problem` is new, if so many results in a row were undone."""
-        if self.problem or in_row < self.IN_ROW:
-            return False
-        self.problem = (
-            f"the last {self.IN_ROW} results of merges were undone in the next step, so that this learner does not get "
-            "what the others train: step the parameters of the model in place, and do not write a vector or a copy of "
-            "them to the model"
-        )
-        return True
-
-    def _some(self, tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor.detach()
-        flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
-        return flat[: self.MOST_VALUES].float().clone()
 
 
 class Replica:
@@ -172,11 +117,7 @@ class Replica:
 
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
-        overwrite = partial(self._copier.copy_in, fragment)
-        if self.layout.fragments[fragment].buffers:
-            overwrite()
-        else:
-            self._undone.apply(self._largest(fragment), overwrite)
+        self._undone.apply(self._compared(fragment), partial(self._copier.copy_in, fragment))
 
     def stepped(self) -> None:
         """The program has made a step."""
@@ -237,8 +178,8 @@ class Replica:
         if changed := self._watch.changed():
             log.warning("%s", changed)
 
-    def _largest(self, fragment: int) -> torch.Tensor:
-        return max((pair.tensor for pair in self._copier.held[fragment]), key=torch.Tensor.numel)
+    def _compared(self, fragment: int) -> torch.Tensor | None:
+        return compared(self.layout.fragments[fragment], self._copier.held[fragment])
 
     def _copy(self, fragment: int, copy: HostCopy) -> None:
         self._copier.copy_out(fragment)

@@ -4,7 +4,9 @@ A learner whose ranks hold a part or a replica of a small model, in the way that
 Prints as a JSON object what `tests/integration/test_sharded_learner.py` compares: per step the versions that the
 model holds, and hashes of what this rank holds at the beginning and at the end. Rank 0 writes its whole final model to
 a file. With "late" as third argument, its ranks copy by devices that are late; with "left out" or "twice", rank 1
-leaves out the tenth call of `learner.step`, or makes it twice.
+leaves out the tenth call of `learner.step`, or makes it twice. With "mistaken", every rank loads weights of its own
+after `Learner.connect`, and writes its own copy of what it holds to the model after each step; with "mistaken rank",
+rank 1 alone does.
 """
 
 from __future__ import annotations
@@ -194,6 +196,29 @@ def calls(step: int, rank: int) -> int:
     return 0 if "left out" in sys.argv[3:] else 2 if "twice" in sys.argv[3:] else 1
 
 
+class Master:
+    """Weights of a program's own, as in fp32 beside a model in bf16: copies of what this rank holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+        self.own = [part.detach().clone() for part in local_parts(model)]
+
+    def step(self) -> None:
+        """Train them, and write them to the model."""
+        parts = zip(self.own, local_parts(self.model), self.model.parameters(), strict=True)
+        with torch.no_grad():
+            for own, part, parameter in parts:
+                gradient = parameter.grad
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                part.copy_(own.add_(local, alpha=-RATE))
+
+
+def is_mistaken(rank: int) -> bool:
+    """Whether this rank has weights of its own."""
+    return "mistaken" in sys.argv[3:] or ("mistaken rank" in sys.argv[3:] and rank == 1)
+
+
 def main() -> None:
     """Train until the learner is done."""
     how, out = sys.argv[1], Path(sys.argv[2])
@@ -209,6 +234,7 @@ def main() -> None:
     beside = LateDevice(rank).step if "late" in sys.argv[3:] else contextlib.nullcontext
     learner = Learner.connect(model, optimizer, **patience)
     began = digest(local_parts(model))
+    master = Master(model) if is_mistaken(rank) else None
     log: list[object] = []
     step = 0
     while not learner.done:
@@ -220,6 +246,8 @@ def main() -> None:
         if how == "experts":  # they have the rows of two ranks, of which each has the mean
             model[2].experts.weight.grad /= 2
         optimizer.step()
+        if master is not None:
+            master.step()
         step += 1
         for _ in range(calls(step, rank)):
             with beside():
