@@ -22,9 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,13 +65,6 @@ FIRST = ("nice", "-n", "-10")
 Before the commands for which others wait. Without the right to a higher priority, nice runs
 them with the usual one.
 """
-SHARE = Path("/proc/self/autogroup")
-"""
-Linux may divide the cores among sessions first. All groups are one session; each learner and each pod that their
-tests start is another: dozens, next to which what the groups compute themselves would take hours.
-"""
-LARGER_SHARE = "-8"
-"""Six times that of a pod."""
 FAST_PARTS = {
     "worker, experiment": (("experiment", "worker"), 0),
     "operator": (("charts", "operator"), 0),
@@ -379,21 +371,6 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
     return ended(running) + last.run()
 
 
-@contextmanager
-def larger_share() -> Iterator[None]:
-    """Give this session more of the cores meanwhile, where that is allowed."""
-    try:
-        before = SHARE.read_text().rpartition(" ")[2].strip()
-        SHARE.write_text(LARGER_SHARE)
-    except OSError:  # no such feature, or not root
-        yield
-        return
-    try:
-        yield
-    finally:
-        SHARE.write_text(before)
-
-
 def fast() -> list[Group]:
     """Types, import contracts, and unit tests that start no programs, with a tenth of the examples of properties."""
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
@@ -433,7 +410,7 @@ def main() -> int:
                 "to run them on your own clusters, see tests/e2e/README.md. "
             )
         else:
-            with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits, larger_share():
+            with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
                 result = all_of_it(audits, slow_tier=with_slow_tier())
     for report in result.reports[:REPORTS]:
         print(f"\n{report}")

@@ -1,6 +1,5 @@
 """How scripts/run_tests.py counts, and that no test file is left out of its groups."""
 
-import contextlib
 import importlib.util
 import re
 import sys
@@ -299,23 +298,3 @@ def test_where_everything_has_to_run_a_library_that_is_missing_fails_its_module(
     result = runner.pytest("some", *options, str(tmp_path)).run()
     assert result.counts == Counter(counts)
     assert ("Every test has to run here" in capsys.readouterr().out) is bool(ci)
-
-
-def test_the_session_has_its_share_of_the_cores_back_when_the_tests_end(
-    runner, monkeypatch, tmp_path
-):
-    share = tmp_path / "autogroup"
-    share.write_text("/autogroup-519 nice 3\n")
-    monkeypatch.setattr(runner, "SHARE", share)
-    with contextlib.suppress(KeyboardInterrupt), runner.larger_share():
-        assert share.read_text() == runner.LARGER_SHARE
-        raise KeyboardInterrupt
-    assert share.read_text() == "3"
-
-
-def test_a_machine_that_divides_its_cores_otherwise_runs_the_tests_all_the_same(
-    runner, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(runner, "SHARE", tmp_path / "none")
-    with runner.larger_share():
-        assert not (tmp_path / "none").exists()
