@@ -22,7 +22,7 @@ from diloco_testing.clusters.kubectl import Kubectl
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests/e2e/clusters/cluster.sh"
 BUILD_SECONDS = 3600.0
-UP_SECONDS = 120.0
+UP_SECONDS = 400.0
 DOWN_SECONDS = 400.0
 """A machine that is paused for minutes is no failure of a test."""
 MAX_CLUSTERS = 40
