@@ -14,7 +14,7 @@ import pytest
 from diloco_testing.clusters.faults import kill_child, kill_first_process
 from diloco_testing.clusters.job import Job, manifest, when
 from diloco_testing.clusters.kubectl import until
-from diloco_testing.clusters.machine import slowdown
+from diloco_testing.machine import slowdown
 
 BACK_SECONDS = 120.0
 """For a pod that Kubernetes recreates: kubelet, start, import of torch, on busy cores."""

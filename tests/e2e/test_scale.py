@@ -15,8 +15,8 @@ import pytest
 
 from diloco_testing.clusters import scale
 from diloco_testing.clusters.kubectl import until
-from diloco_testing.clusters.machine import slowdown
 from diloco_testing.clusters.scale import CONVERGE_SECONDS, JOBS
+from diloco_testing.machine import slowdown
 
 FEW = 50
 QUIET_SECONDS = 60.0

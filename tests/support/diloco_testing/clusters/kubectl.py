@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_testing.clusters.machine import slowdown
 from diloco_testing.clusters.reads import Reads, UnansweredError
+from diloco_testing.machine import slowdown
 
 Object = dict[str, Any]
 SLOWEST_POLL_SECONDS = 2.0

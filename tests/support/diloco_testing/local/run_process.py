@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from diloco_testing.machine import slowdown
+
 CLI = [sys.executable, "-m", "diloco_cli"]
 
 # Slowed down so that four learners on two cores do not wait for a core: tests measure which learner
@@ -92,22 +94,32 @@ class LocalRun:
         self.process.wait(30)
 
     def wait(self, seconds: float) -> int:
-        """Exit code; AssertionError with the output's end when it takes longer."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s:\n{self.tail()}") from None
+        """
+        Exit code; AssertionError with the output's end when it takes longer.
+
+        Args:
+            seconds: how long at most, on a machine where no process waits for a core; longer on a busy one.
+        """
+        begun = time.monotonic()
+        while True:
+            try:
+                return self.process.wait(1)
+            except subprocess.TimeoutExpired:
+                took = time.monotonic() - begun
+            if took > seconds * slowdown():
+                raise AssertionError(f"still running after {took:.0f} s:\n{self.tail()}")
 
     def tail(self, lines: int = 40) -> str:
         """End of the terminal output."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
     def until(self, what: Callable[[], Any], seconds: float, *, expected: str) -> Any:
-        """Poll until true."""
-        deadline = time.monotonic() + seconds
+        """Poll until true; `seconds` as for `wait`."""
+        begun = time.monotonic()
         while not (seen := what()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise AssertionError(f"{expected}: not within {seconds} s:\n{self.tail()}")
+            took = time.monotonic() - begun
+            if took > seconds * slowdown() or self.process.poll() is not None:
+                raise AssertionError(f"{expected}: not within {took:.0f} s:\n{self.tail()}")
             time.sleep(0.1)
         return seen
 
