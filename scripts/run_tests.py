@@ -57,8 +57,8 @@ SIMULATED = ("sim", "syncer")
 """Folders of tests/unit that take half of its processor time: in one process, it would end long after all others."""
 AT_ONCE = 6
 """
-Groups that run at the same time, three of them with clusters: they keep two cores busy. With eight, tests waited
-ten times as long for what they had started as on a quiet machine, and all groups ended no earlier.
+Groups that run at the same time, three of them with clusters: they keep two cores busy. With eight, what tests had
+started waited for a core until their deadlines had passed.
 """
 FIRST = ("nice", "-n", "-10")
 """

@@ -4,22 +4,9 @@ import signal
 
 import pytest
 
-from diloco_testing.local.fake_run import FakeRun, until
+from diloco_testing.local.fake_run import MANIFEST, FakeRun, ended, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-MANIFEST = """\
-apiVersion: diloco.dev/v1alpha1
-kind: DiLoCoJob
-metadata: {name: fake}
-spec:
-  steps: 50
-  learner: {command: [python, learner.py], env: [{name: USER_WORD, value: hello}]}
-  regions:
-  - {name: eu, learners: 1, config: {helpers: true}}
-  - {name: us, learners: 1, config: {lr: 3}}
-  evaluation: {everySteps: 10, command: [python, eval.py]}
-"""
 
 
 @pytest.fixture
@@ -27,12 +14,6 @@ def fake(tmp_path):
     run = FakeRun(tmp_path, manifest=MANIFEST)
     yield run
     run.close()
-
-
-def ended(supervisor, *, seconds=60):
-    """(exit code, standard output, standard error)."""
-    out, err = supervisor.communicate(timeout=seconds)
-    return supervisor.returncode, out, err
 
 
 def test_a_run_that_waits_for_its_last_score_shows_it_and_an_interrupt_ends_it_without(fake):

@@ -15,22 +15,9 @@ from diloco.errors import ConfigError
 from diloco.runtime.health import Health, HealthFile
 from diloco_local import run_control
 from diloco_local.run_directory import RunDir
-from diloco_testing.local.fake_run import FakeRun, alive, until
+from diloco_testing.local.fake_run import MANIFEST, FakeRun, alive, ended, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-MANIFEST = """\
-apiVersion: diloco.dev/v1alpha1
-kind: DiLoCoJob
-metadata: {name: fake}
-spec:
-  steps: 50
-  learner: {command: [python, learner.py], env: [{name: USER_WORD, value: hello}]}
-  regions:
-  - {name: eu, learners: 1, config: {helpers: true}}
-  - {name: us, learners: 1, config: {lr: 3}}
-  evaluation: {everySteps: 10, command: [python, eval.py]}
-"""
 
 
 @pytest.fixture
@@ -38,12 +25,6 @@ def fake(tmp_path):
     run = FakeRun(tmp_path, manifest=MANIFEST)
     yield run
     run.close()
-
-
-def ended(supervisor, *, seconds=60):
-    """(exit code, standard output, standard error)."""
-    out, err = supervisor.communicate(timeout=seconds)
-    return supervisor.returncode, out, err
 
 
 def children(fake):

@@ -134,9 +134,10 @@ class Encoder:
             copy, inbox = (
                 self._memory.host_copy(pull.fragment), self._memory.inbox_state(pull.fragment),
             )  # fmt: skip
-            if copy.local_step and inbox.version is not None and copy.base != inbox.generation:
-                return True
-            if self._without_base(pull.fragment, copy):
+            received = inbox.version is not None
+            # What a device encoded is the difference from a received version.
+            older = copy.base != inbox.generation if received else copy.format != 0
+            if copy.local_step and older:
                 return True
         # Uploads of other fragments add to it meanwhile, each under the lock of its own; `copy` is atomic.
         sent = self._sent.copy()

@@ -22,6 +22,19 @@ from typing import Any
 
 DEADLINE_SECONDS = 60.0
 
+MANIFEST = """\
+apiVersion: diloco.dev/v1alpha1
+kind: DiLoCoJob
+metadata: {name: fake}
+spec:
+  steps: 50
+  learner: {command: [python, learner.py], env: [{name: USER_WORD, value: hello}]}
+  regions:
+  - {name: eu, learners: 1, config: {helpers: true}}
+  - {name: us, learners: 1, config: {lr: 3}}
+  evaluation: {everySteps: 10, command: [python, eval.py]}
+"""
+
 SYNCER = """
 import argparse, json, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +188,14 @@ def until(found: Callable[[], Any], what: str, *, seconds: float = DEADLINE_SECO
             raise AssertionError(f"after {seconds} s still no {what}")
         time.sleep(0.02)
     return value
+
+
+def ended(
+    supervisor: subprocess.Popen[str], *, seconds: float = DEADLINE_SECONDS
+) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    out, err = supervisor.communicate(timeout=seconds)
+    return supervisor.returncode, out, err
 
 
 def alive(pid: int) -> bool:
