@@ -13,7 +13,7 @@ from diloco_testing.local.run_process import LocalRun, longest_wait, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
 
-STEPS = 900
+STEPS = 600
 EVALUATION = {"everySteps": STEPS // 3}
 TIMEOUT_SECONDS = 1200.0
 LOSS_TOLERANCE = 1.02
