@@ -12,6 +12,7 @@ Every error a component may raise on purpose.
   x MismatchError          model or spec differs from the syncer's: refused permanently (exit 78)
   x UnauthorisedError      the certificate does not allow it: retry with another certificate
   x UnavailableError       retry later; nothing was changed
+    + AbortedError           the attempt of a round or its merge is over; discard its bytes
   x StorageError           a disk reported an error or lost something; the previous state is intact
 
 `reason` is stable: it is a status reason, a metric label and a gRPC detail. The message states what
@@ -92,6 +93,12 @@ class UnavailableError(DilocoError):
     reason = "Unavailable"
 
 
+class AbortedError(UnavailableError):
+    """The attempt of a round, or its merge, is over; its bytes are discarded."""
+
+    reason = "Aborted"
+
+
 class StorageError(DilocoError):
     """A disk reported an error or lost something; the previous state is intact."""
 
@@ -110,6 +117,10 @@ ALL_ERRORS: tuple[type[DilocoError], ...] = (
     MismatchError,
     UnauthorisedError,
     UnavailableError,
+    AbortedError,
     StorageError,
 )
 """The tree, flat, parents before children; a test compares it with the docstring."""
+
+BY_REASON = {error.reason: error for error in ALL_ERRORS}
+"""The class that a reason on the wire stands for."""

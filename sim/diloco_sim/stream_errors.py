@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from diloco.errors import ALL_ERRORS, DilocoError, UnavailableError
+from diloco.errors import BY_REASON, DilocoError, UnavailableError
 
 CANCELLED = "CANCELLED"
 """The other end has cancelled the stream."""
 
 _MARK = "error "
-_BY_REASON = {error.reason: error for error in ALL_ERRORS}
 
 
 def reason_of(error: DilocoError) -> str:
@@ -20,5 +19,5 @@ def error_of(reason: str) -> DilocoError:
     """What the client raises for it; an UnavailableError if the connection broke."""
     if reason.startswith(_MARK):
         name, _, text = reason[len(_MARK) :].partition(" ")
-        return _BY_REASON.get(name, UnavailableError)(text)
+        return BY_REASON.get(name, UnavailableError)(text)
     return UnavailableError(reason or "the stream ended")

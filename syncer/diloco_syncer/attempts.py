@@ -16,17 +16,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from diloco.errors import ProtocolError, UnavailableError
+from diloco.errors import AbortedError, ProtocolError
 from diloco_syncer.core.contribution import Version
 from diloco_syncer.merging.streaming import FragmentMerge
 
 log = logging.getLogger(__name__)
-
-
-class AttemptAbortedError(UnavailableError):
-    """The attempt was aborted; discard its bytes."""
-
-    reason = "Aborted"
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +78,7 @@ class Attempt:
 
         Raises:
             ProtocolError: the learner is not a member.
-            AttemptAbortedError: the attempt is over, or this member has delivered.
+            AbortedError: the attempt is over, or this member has delivered.
         """
         learner = upload.learner
         if learner not in self._members:
@@ -93,9 +87,9 @@ class Attempt:
             )
         with self._changed:
             if self._outcome is not None:
-                raise AttemptAbortedError(self._reason or "the round is over")
+                raise AbortedError(self._reason or "the round is over")
             if learner in self._delivered:
-                raise AttemptAbortedError(f"{learner} has delivered to this round already")
+                raise AbortedError(f"{learner} has delivered to this round already")
             older = self._uploads.get(learner)
             self._uploads[learner] = upload
             if older is not None:
@@ -163,11 +157,11 @@ class Attempt:
         The merge; None: not all members have contributed a header.
 
         Raises:
-            AttemptAbortedError: the attempt was aborted.
+            AbortedError: the attempt was aborted.
         """
         with self._changed:
             if self._outcome is False or (self._merge is None and self._outcome is not None):
-                raise AttemptAbortedError(self._reason or f"round {self.round} is over")
+                raise AbortedError(self._reason or f"round {self.round} is over")
             return self._merge
 
     def wait_for_merge(self, timeout_seconds: float, upload: MemberUpload | None = None) -> bool:

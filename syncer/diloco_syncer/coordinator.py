@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from diloco.codec import formats
-from diloco.errors import ALL_ERRORS, UnavailableError
+from diloco.errors import BY_REASON, UnavailableError
 from diloco.journal.records import Recorder
 from diloco.model.fragments import CHUNK
 from diloco.spec import RunSpec
@@ -47,8 +47,6 @@ _WARNINGS = frozenset({"error", "halt", "unchanged"})
 
 _FREQUENT = frozenset({"merge", "lease", "trained"})
 """Lines of events.jsonl that the log does not repeat."""
-
-_ERRORS = {error.reason: error for error in ALL_ERRORS}
 
 Fault = Callable[[str], None]
 """Called with a named point: the class of a decision before it is carried out, or of an event
@@ -280,7 +278,7 @@ class Coordinator:
                 )  # fmt: skip
                 self.sessions.send(learner, message)
             case ev.Close():
-                error = _ERRORS.get(decision.reason, UnavailableError)(decision.detail)
+                error = BY_REASON.get(decision.reason, UnavailableError)(decision.detail)
                 self.sessions.end(decision.session, error)
             case ev.RequestInitial():
                 self.sessions.send(decision.learner, learner_messages.INITIALISE)

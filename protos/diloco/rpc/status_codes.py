@@ -12,7 +12,7 @@ from typing import NoReturn
 import grpc
 
 from diloco.errors import (
-    ALL_ERRORS,
+    BY_REASON,
     ConfigError,
     DamagedError,
     DilocoError,
@@ -51,9 +51,6 @@ _STATUS: dict[type[DilocoError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-
-
-_BY_REASON = {error.reason: error for error in ALL_ERRORS}
 
 
 _PASSING = (
@@ -103,8 +100,8 @@ def sent_error(error: grpc.RpcError) -> DilocoError | None:
     """The error that the peer sent; None: the call ended otherwise, such as by a proxy in between."""
     if isinstance(error, grpc.Call):
         for key, value in error.trailing_metadata() or ():
-            if key == REASON_KEY and value in _BY_REASON:
-                return _BY_REASON[str(value)](error.details() or "")
+            if key == REASON_KEY and value in BY_REASON:
+                return BY_REASON[str(value)](error.details() or "")
     return None
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats, frames
-from diloco.errors import DilocoError, ProtocolError, UnavailableError
+from diloco.errors import AbortedError, DilocoError, ProtocolError, UnavailableError
 from diloco.model.digests import digests
 from diloco.model.fragments import BLOCK, Fragment, Slot, Tensor
 from diloco_syncer.core.contribution import Contribution, ContributionError
@@ -38,12 +38,6 @@ F32 = npt.NDArray[np.float32]
 
 MIN_GAP = 4
 """Chunks of a member that may be missing before one that arrives, however small the window is."""
-
-
-class MergeAbortedError(UnavailableError):
-    """The merge was aborted; discard its bytes."""
-
-    reason = "Aborted"
 
 
 class MergeFailedError(UnavailableError):
@@ -220,7 +214,7 @@ class FragmentMerge:
             None: it is not final yet.
 
         Raises:
-            MergeAbortedError: the merge was aborted.
+            AbortedError: the merge was aborted.
         """
         with self._lock:
             self._raise_if_aborted()
@@ -245,7 +239,7 @@ class FragmentMerge:
         `ready`, after waiting for it.
 
         Raises:
-            MergeAbortedError: the merge was aborted.
+            AbortedError: the merge was aborted.
             UnavailableError: the chunk was not final within the timeout.
         """
         self.wait_for_output(index, timeout_seconds)
@@ -262,7 +256,7 @@ class FragmentMerge:
         The fragment after the outer step; unchanged if no member has a weight.
 
         Raises:
-            MergeAbortedError: the merge was aborted.
+            AbortedError: the merge was aborted.
             UnavailableError: it is not finished.
         """
         self._raise_if_aborted()
@@ -293,7 +287,7 @@ class FragmentMerge:
 
     def _raise_if_aborted(self) -> None:
         if self._abort_reason is not None:
-            raise MergeAbortedError(f"the merge was aborted: {self._abort_reason}")
+            raise AbortedError(f"the merge was aborted: {self._abort_reason}")
 
     def _weightless(self, learner: str) -> bool:
         if learner in self._row:

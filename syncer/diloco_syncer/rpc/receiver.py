@@ -15,11 +15,11 @@ import logging
 from collections.abc import Callable
 
 from diloco.codec import formats
-from diloco.errors import DilocoError, NotFiniteError, ProtocolError, UnavailableError
+from diloco.errors import AbortedError, DilocoError, NotFiniteError, ProtocolError, UnavailableError
 from diloco.model.digests import MAX_BYTES
 from diloco.model.fragments import Layout
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.attempts import AttemptAbortedError, MemberUpload
+from diloco_syncer.attempts import MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution, ContributionError
 from diloco_syncer.merging.streaming import MergeFailedError
@@ -205,9 +205,7 @@ class UploadReceiver:
             # would keep the merge in memory until the next full garbage collection.
             if isinstance(error, ContributionError) and error.learner != header.learner:
                 return [
-                    reply(
-                        refused=AttemptAbortedError.reason, detail=f"the round was aborted: {error}"
-                    )
+                    reply(refused=AbortedError.reason, detail=f"the round was aborted: {error}")
                 ]
             return [reply(refused=error.reason, detail=str(error))]
 
@@ -221,7 +219,7 @@ class UploadReceiver:
             contribution.check_norms(fragment)
         attempt = self._host.attempts.get(header.round, header.attempt)
         if attempt is None or attempt.fragment != header.fragment:
-            raise AttemptAbortedError(
+            raise AbortedError(
                 f"round {header.round} attempt {header.attempt} is not running; wait for the next pull"
             )
         parameters = self._host.facts.parameters

@@ -14,14 +14,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diloco.codec import formats, frames
-from diloco.errors import DilocoError, ProtocolError, UnavailableError
+from diloco.errors import AbortedError, DilocoError, ProtocolError, UnavailableError
 from diloco.model.fragments import CHUNK, Fragment
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer.attempts import Attempt, AttemptAbortedError
+from diloco_syncer.attempts import Attempt
 from diloco_syncer.core.contribution import Version
 from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND, START_SECONDS
-from diloco_syncer.merging.streaming import MergeAbortedError
 from diloco_syncer.rpc.transfers import Host, Waiting, check_sender, pack
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 
@@ -107,7 +106,7 @@ class DownloadSource:
         try:
             frame = self._frame()
         except DilocoError as error:
-            aborted = isinstance(error, AttemptAbortedError | MergeAbortedError)
+            aborted = isinstance(error, AbortedError)
             if not aborted:
                 log.info("download of fragment %d: %s", self._content.header.fragment, error)
             return self._trailer(committed=False, aborted=aborted, reason=str(error))
@@ -280,7 +279,7 @@ class _Result:
             return Waiting(until=self._attempt.wait_for_outcome, seconds=ASK_SECONDS)
         try:
             merge = self._attempt.running()
-        except AttemptAbortedError:
+        except AbortedError:
             return None
         if merge is None:
             return Waiting(until=self._attempt.wait_for_merge, seconds=ASK_SECONDS)

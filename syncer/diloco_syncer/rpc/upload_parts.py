@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from diloco.codec import formats
-from diloco.errors import ProtocolError
+from diloco.errors import AbortedError, ProtocolError
 from diloco.model.fragments import Fragment
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.attempts import Attempt, AttemptAbortedError, MemberUpload
+from diloco_syncer.attempts import Attempt, MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.merging.streaming import FragmentMerge
@@ -89,7 +89,7 @@ class MemberChunks:
     def advance(self, now: float) -> None:
         """Add to the merge what it has room for."""
         if self._upload.replaced:
-            raise AttemptAbortedError(f"a newer upload of {self.learner} has begun")
+            raise AbortedError(f"a newer upload of {self.learner} has begun")
         if self._upload.contributed and self._merge is None:
             self._merge = self.attempt.running()
         if self._merge is None:
@@ -98,7 +98,7 @@ class MemberChunks:
             index, payload = self._held[0]
             if not self._merge.has_room(self.learner, index):
                 if self.attempt.over:
-                    raise AttemptAbortedError(f"round {self.attempt.round} was aborted")
+                    raise AbortedError(f"round {self.attempt.round} was aborted")
                 self._expected = self._expected or self._expect()
                 self.post_progress(now, waiting=True)
                 return
@@ -202,7 +202,7 @@ class _Discarded:
 
     def resume(self, now: float) -> None:
         if self._chunks.attempt.over:
-            raise AttemptAbortedError("the probe is over")
+            raise AbortedError("the probe is over")
 
 
 class _Streamed:
@@ -254,7 +254,7 @@ class _Staged:
 
     def take(self, index: int, payload: memoryview, now: float) -> None:
         if self._chunks.attempt.over:
-            raise AttemptAbortedError(f"round {self._chunks.attempt.round} was aborted")
+            raise AbortedError(f"round {self._chunks.attempt.round} was aborted")
         self._chunks.received(len(payload), now)
         decode_chunk(self._contribution.format, self._fragment, index, payload, self._delta_N)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from diloco.codec import formats
-from diloco.errors import DilocoError, StaleIncarnationError, UnavailableError
+from diloco.errors import AbortedError, DilocoError, StaleIncarnationError, UnavailableError
 from diloco.model.fragments import Tensor
 from diloco.spec import Checkpoint
-from diloco_syncer.attempts import Attempt, AttemptAbortedError
+from diloco_syncer.attempts import Attempt
 from diloco_syncer.coordinator import MERGE_WINDOW_BYTES, BrokenStateError, ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
@@ -258,7 +258,7 @@ def test_an_aborted_attempt_is_forgotten():
     syncer.coordinator._carry_out(ev.AbortMerge(round=1, attempt=1, reason="why"))
     assert syncer.attempts.get(1, 1) is None
     assert attempt.outcome is False
-    with pytest.raises(AttemptAbortedError, match=r"^why$"):
+    with pytest.raises(AbortedError, match=r"^why$"):
         attempt.running()
 
 

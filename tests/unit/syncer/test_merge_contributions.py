@@ -15,12 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.codec import formats
-from diloco.errors import DamagedError, NotFiniteError, ProtocolError, UnavailableError
+from diloco.errors import (
+    AbortedError,
+    DamagedError,
+    NotFiniteError,
+    ProtocolError,
+    UnavailableError,
+)
 from diloco.model.fragments import CHUNK
 from diloco_syncer.core.contribution import ContributionError
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging import kernels
-from diloco_syncer.merging.streaming import FragmentMerge, MergeAbortedError, _Progress, warm_up
+from diloco_syncer.merging.streaming import FragmentMerge, _Progress, warm_up
 from diloco_testing.syncers.merging import Upload, feed, fragment_of, merge_of, upload, values_of
 
 SMALL = fragment_of(1000, 200)
@@ -77,9 +83,9 @@ def test_nan_or_inf_names_its_learner_whichever_learner_sends_the_last_chunk(
     assert isinstance(caught.value, ContributionError)
     assert caught.value.learner == "a/0"
     assert not running.finished
-    with pytest.raises(MergeAbortedError, match="a/0"):
+    with pytest.raises(AbortedError, match="a/0"):
         running.result()
-    with pytest.raises(MergeAbortedError, match="a/0"):
+    with pytest.raises(AbortedError, match="a/0"):
         running.output(0, PATIENCE_SECONDS)
 
 
@@ -161,7 +167,7 @@ def test_a_chunk_of_the_wrong_length_is_damaged_and_aborts():
     with pytest.raises(DamagedError, match="has 4796 bytes, expected 5120") as caught:
         running.add("a/0", 0, uploads[0].chunks[0][:4796])
     assert caught.value.learner == "a/0"
-    with pytest.raises(MergeAbortedError):
+    with pytest.raises(AbortedError):
         running.result()
 
 
@@ -234,7 +240,7 @@ def test_a_radial_chunk_is_out_when_its_last_tensor_is_complete():
         for chunk in range(fragment.chunks):
             try:
                 running.output(chunk, 0)
-            except MergeAbortedError:
+            except AbortedError:
                 raise
             except UnavailableError:
                 continue
@@ -346,11 +352,11 @@ def test_an_abort_wakes_everyone_and_the_first_reason_stays(threads):
     running.abort("a/1 is gone")
     running.abort("something else")
     assert held.result(PATIENCE_SECONDS) is True
-    with pytest.raises(MergeAbortedError, match="a/1 is gone"):
+    with pytest.raises(AbortedError, match="a/1 is gone"):
         download.result(PATIENCE_SECONDS)
     feed(running, uploads)  # ignored
     assert not running.finished
-    with pytest.raises(MergeAbortedError, match="a/1 is gone"):
+    with pytest.raises(AbortedError, match="a/1 is gone"):
         running.result()
 
 
@@ -366,7 +372,7 @@ def test_an_abort_while_others_merge_ends_without_an_error_or_a_result(threads):
         for sender in senders:
             sender.result(PATIENCE_SECONDS)
         assert not running.finished
-        with pytest.raises(MergeAbortedError):
+        with pytest.raises(AbortedError):
             running.output(CHUNKS.chunks - 1, PATIENCE_SECONDS)
 
 
@@ -390,7 +396,7 @@ def test_a_finished_merge_that_is_aborted_returns_no_result(call):
         "result": running.result,
         "output": lambda: running.output(0, 0),
     }
-    with pytest.raises(MergeAbortedError, match="left before"):
+    with pytest.raises(AbortedError, match="left before"):
         calls[call]()
     assert not running.finished
 

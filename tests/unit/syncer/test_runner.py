@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from diloco.errors import ProtocolError, UnavailableError
+from diloco.errors import AbortedError, ProtocolError, UnavailableError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor, cut
@@ -18,7 +18,7 @@ from diloco.rpc.tensor_info import to_proto
 from diloco.runtime.health import HealthFile
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer.attempts import Attempt, AttemptAbortedError, Attempts, MemberUpload
+from diloco_syncer.attempts import Attempt, Attempts, MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
@@ -171,9 +171,9 @@ def test_an_aborted_attempt_refuses_members_and_ends_their_streams():
     attempts.abort(1, 1, "a member left")
     assert ended == [upload]
     assert attempts.get(1, 1) is None
-    with pytest.raises(AttemptAbortedError, match="a member left"):
+    with pytest.raises(AbortedError, match="a member left"):
         attempt.join(an_upload("eu/1", ended))
-    with pytest.raises(AttemptAbortedError, match="a member left"):
+    with pytest.raises(AbortedError, match="a member left"):
         attempt.running()
 
 
@@ -207,7 +207,7 @@ def test_a_newer_upload_of_a_member_replaces_the_older_and_no_other_learner_may_
     assert ended == [first, second], "the end of the older leaves the newer registered"
     other = an_attempt()
     other.delivered(third)
-    with pytest.raises(AttemptAbortedError, match="delivered to this round already"):
+    with pytest.raises(AbortedError, match="delivered to this round already"):
         other.join(second)
     with pytest.raises(ProtocolError, match="eu/9 is not a member of round 1 attempt 1"):
         other.join(an_upload("eu/9", ended))

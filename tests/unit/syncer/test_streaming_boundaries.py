@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from diloco.codec import frames
-from diloco.errors import ProtocolError, UnavailableError
+from diloco.errors import AbortedError, ProtocolError, UnavailableError
 from diloco.model.fragments import CHUNK
 from diloco_syncer.core.contribution import ContributionError
 from diloco_syncer.merging.arithmetic import cut_into_segments
 from diloco_syncer.merging.streaming import (
     MIN_GAP,
     FragmentMerge,
-    MergeAbortedError,
     _Progress,
 )
 from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
@@ -41,7 +40,7 @@ def test_an_abort_just_before_a_chunk_is_merged_ends_it_quietly(monkeypatch):
     merge = merge_of(FRAGMENT, [u.contribution for u in uploads])
     merge.add("a", 0, uploads[0].chunks[0])
     assert not merge.finished
-    with pytest.raises(MergeAbortedError, match="cut"):
+    with pytest.raises(AbortedError, match="cut"):
         merge.ready(0)
 
 
@@ -54,7 +53,7 @@ def test_the_first_reason_of_an_abort_stays_and_everything_is_admitted_after_it(
     merge.abort("second")
     assert merge.has_room("a", 1)
     merge.add("b", 0, uploads[1].chunks[0])
-    with pytest.raises(MergeAbortedError, match="first"):
+    with pytest.raises(AbortedError, match="first"):
         merge.result()
 
 

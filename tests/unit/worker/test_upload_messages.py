@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco.codec import frames
-from diloco.errors import DamagedError, NotFiniteError, ProtocolError
+from diloco.errors import AbortedError, DamagedError, NotFiniteError, ProtocolError
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_worker.link.faults import Effects, Fault
 from diloco_worker.link.upload_messages import UploadMessages
@@ -72,7 +72,8 @@ def test_an_upload_is_done_when_the_syncer_confirms_it():
 
 
 @pytest.mark.parametrize(
-    ("reason", "error"), [("NotFinite", NotFiniteError), ("Unheard", ProtocolError)]
+    ("reason", "error"),
+    [("NotFinite", NotFiniteError), ("Aborted", AbortedError), ("Unheard", ProtocolError)],
 )
 def test_a_refused_upload_is_not_merged_and_its_error_has_the_reason(reason, error):
     upload = make()

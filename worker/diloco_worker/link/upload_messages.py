@@ -7,12 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from diloco.codec import frames
-from diloco.errors import ALL_ERRORS, ProtocolError
+from diloco.errors import BY_REASON, ProtocolError
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_worker.link.faults import Effects
 from diloco_worker.link.transfer import U8
-
-_ERRORS = {error.reason: error for error in ALL_ERRORS}
 
 
 class UploadMessages:
@@ -73,7 +71,7 @@ class UploadMessages:
             return None
         if reply.refused:
             self.refused()
-            raise _ERRORS.get(reply.refused, ProtocolError)(reply.detail)
+            raise BY_REASON.get(reply.refused, ProtocolError)(reply.detail)
         self._sent = False
         return tuple(reply.again)
 
