@@ -27,14 +27,21 @@ OLD, NEW = "v1alpha1", "v1beta1"
 APPLY = "application/apply-patch+yaml"
 
 
+@pytest.fixture(scope="module")
+def server(programs, tmp_path_factory) -> Iterator[ApiServer]:
+    with running(programs, tmp_path_factory.mktemp("versions")) as started:
+        yield started
+
+
 @pytest.fixture
-def api(programs, tmp_path) -> Iterator[ApiServer]:
-    """An API server that knows DiLoCoJob in v1alpha1 alone, with one job in it."""
-    with running(programs, tmp_path) as server:
-        server.install(crd())
-        made = server.create(yaml.safe_load(JOB))
-        assert not isinstance(made, Refusal), made
-        yield server
+def api(server) -> Iterator[ApiServer]:
+    """The API server knows DiLoCoJob in v1alpha1 alone, with one job in it."""
+    server.install(crd())
+    made = server.create(yaml.safe_load(JOB))
+    assert not isinstance(made, Refusal), made
+    yield server
+    server.send("DELETE", f"{CRDS}/{NAME}")
+    _until(lambda: server.send("GET", f"{CRDS}/{NAME}")[0] == 404, "the CRD is deleted")
 
 
 def versions(
