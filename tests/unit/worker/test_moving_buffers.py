@@ -413,10 +413,7 @@ def test_a_frozen_parameter_of_fsdp2_is_written_by_a_teacher_and_not_by_steps_an
     """FSDP2 puts whole parameters in their place for each forward pass, and has other ones after it."""
     with alone():
         model = Distilled()
-        for part in (model.net, model.teacher, model):
-            fully_shard(part)
-        tensors = describe(model, sharded=True)
-        watch = Watch(model, constant=(), moving=(), frozen=tensors.frozen, trained=tensors.trained)
+        watch = sharded_watch(model)
         optimizer = torch.optim.AdamW(model.net.parameters())
         for _ in range(4):
             model(torch.ones(3, 2)).square().mean().backward()
@@ -425,11 +422,46 @@ def test_a_frozen_parameter_of_fsdp2_is_written_by_a_teacher_and_not_by_steps_an
             assert watch.changed() == ""
             with torch.no_grad():
                 model(torch.ones(3, 2))
-            assert watch.changed() == ""
+            assert (watch.changed(), watch.refused) == ("", "")
         with torch.no_grad():
             model.teacher.weight.lerp_(model.net.weight, 0.1)
         assert watch.changed().startswith("frozen parameter teacher.weight was written while")
         assert watch.changed() == ""
+
+
+def sharded_watch(model: Distilled) -> Watch:
+    for part in (model.net, model.teacher, model):
+        fully_shard(part)
+    tensors = describe(model, sharded=True)
+    return Watch(model, constant=(), moving=(), frozen=tensors.frozen, trained=tensors.trained)
+
+
+def test_a_learner_whose_sharded_parameters_are_replaced_cannot_continue():
+    """As by `load_state_dict` with `assign`, which the optimizer does not follow."""
+    with alone():
+        model = Distilled()
+        watch = sharded_watch(model)
+        model.load_state_dict(
+            {n: p.detach().clone() for n, p in model.state_dict().items()}, assign=True
+        )
+        model(torch.ones(3, 2)).square().mean().backward()
+        assert watch.changed() == ""
+        assert (
+            "has put another tensor in the place of parameters net.weight, net.bias"
+            in watch.refused
+        )
+
+
+def test_a_sharded_parameter_that_is_trained_since_and_one_that_is_gone_are_named():
+    with alone():
+        model = Distilled()
+        watch = sharded_watch(model)
+        model.teacher.weight.requires_grad_()
+        del model.net.bias
+        text = watch.changed()
+        assert "a gradient is computed for parameter teacher.weight, and was not when" in text
+        assert "has removed parameter net.bias from the model" in text
+        assert watch.refused == ""
 
 
 def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(

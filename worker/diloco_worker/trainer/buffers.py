@@ -64,12 +64,10 @@ class Watch:
         self._seen = set(self._paths.values())
         """Of buffers that need no sentence, or had one."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        # Those of FSDP2 are others while they are whole.
-        whole = not any(map(is_dtensor, parameters.values()))
-        self._trained = (
-            {id(p): p for p in parameters.values() if p.requires_grad} if whole else None
-        )
-        self._first = {n: p for n, p in parameters.items() if p.requires_grad} if whole else {}
+        self._sharded = {name for name, p in parameters.items() if is_dtensor(p)}
+        """Names in whose place FSDP2 has whole parameters during a forward pass, and after one without a gradient."""
+        self._trained = {id(p): p for p in parameters.values() if p.requires_grad}
+        self._first = {n: p for n, p in parameters.items() if p.requires_grad}
         """By name, those that were trained at first and have been found since."""
         self._plain = {name: plain(name) for name in self._first}
         self._merged = [(n, n.tensor.dtype) for n in trained]
@@ -153,10 +151,12 @@ class Watch:
             )
 
     def _newly_trained(self) -> list[str]:
-        if self._trained is None:
-            return []
         known, found = self._trained, self._model.named_parameters()
-        added = {name: p for name, p in found if p.requires_grad and id(p) not in known}
+        added = {
+            name: p
+            for name, p in found
+            if p.requires_grad and id(p) not in known and not self._is_whole(name, p)
+        }
         known |= {id(p): p for p in added.values()}
         plain = plain_names(self._model) if added else str
         return [plain(name) for name in added]
@@ -169,7 +169,11 @@ class Watch:
         return _other_type(_names(n for n, _ in other), dtype, named.tensor.dtype)
 
     def _other_parameters(self, found: Mapping[str, torch.Tensor]) -> str:
-        other = [name for name, p in self._first.items() if found.get(name, p) is not p]
+        other = [
+            name
+            for name, first in self._first.items()
+            if (p := found.get(name, first)) is not first and not self._is_whole(name, p)
+        ]
         if not other:
             return ""
         plain = plain_names(self._model)
@@ -179,6 +183,10 @@ class Watch:
             "expected the same parameters until the end: complete the model before Learner.connect, and change values "
             "in place"
         )
+
+    def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether it may be one that FSDP2 has gathered."""
+        return name in self._sharded and not is_dtensor(parameter)
 
     def _lost(self, found: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
         """Names of parameters that were removed, and of those that have another name."""
