@@ -51,7 +51,7 @@ _REPORTED_CHARACTERS = 150
 """Of the message of another region."""
 
 FETCH_SECONDS = 60.0
-"""With cleanupPolicy All: how long the model of a complete job stays available."""
+"""With cleanupPolicy All: how long the model of a complete job stays available, at least."""
 
 
 class Phase(StrEnum):
@@ -325,9 +325,10 @@ def _claim_is_taken(state: JobState) -> bool:
 
 
 def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:
-    return state.job.spec.run_policy.cleanup_policy == "All" and _past(
-        state, lifecycle, FETCH_SECONDS
-    )
+    if state.job.spec.run_policy.cleanup_policy != "All":
+        return False
+    scores = bool(_evaluator(state)) and _is_scoring(state, lifecycle)
+    return _past(state, lifecycle, FETCH_SECONDS) and not scores
 
 
 def _is_scoring(state: JobState, lifecycle: Lifecycle) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 
 from diloco.spec import EVALUATION_SECONDS, FINAL_EVALUATION_SECONDS
+from diloco_operator.decide.phase import EVALUATOR_SECONDS
 from diloco_testing.kubernetes.operated_job import (
     OperatedJob,
     is_idle,
@@ -16,9 +17,9 @@ from diloco_testing.kubernetes.operated_job import (
 POD = "a-evaluator-0"
 
 
-def complete() -> OperatedJob:
+def complete(**run_policy: object) -> OperatedJob:
     """A job that is complete, and whose evaluator scores the final model."""
-    world = training(manifest(evaluation={"everySteps": 50}))
+    world = training(manifest(evaluation={"everySteps": 50}, runPolicy=run_policy))
     world.answers("Complete", step=2000, eval_step=1950)
     world.settle()
     assert POD in world.pods
@@ -37,7 +38,7 @@ def unready(world: OperatedJob) -> None:
 def waits_until_stopped(world: OperatedJob) -> float:
     """Seconds until the evaluator is stopped, by reconciles at no other times than those that were asked for."""
     passed, next_seconds = 0.0, world.reconcile().requeue_seconds
-    while evaluators(world) and passed < 2 * FINAL_EVALUATION_SECONDS:
+    while world.replicas().get("a-evaluator") and passed < 2 * FINAL_EVALUATION_SECONDS:
         passed += next_seconds
         next_seconds = world.reconcile(next_seconds).requeue_seconds
     return passed
@@ -54,6 +55,24 @@ def test_an_evaluator_that_runs_is_kept_as_long_as_an_evaluation_may_take_after_
 
 def test_an_evaluator_that_runs_is_not_kept_for_ever():
     assert waits_until_stopped(complete()) == FINAL_EVALUATION_SECONDS
+
+
+def test_with_cleanup_policy_all_a_job_goes_once_its_final_model_has_a_score():
+    world = complete(cleanupPolicy="All")
+    world.reconcile(EVALUATION_SECONDS)
+    assert evaluators(world) == 1
+    assert world.replicas()["a-syncer"] == 1, "which serves the model"
+    world.answers("Complete", step=2000, eval_step=2000)
+    world.settle()
+    assert not world.children
+
+
+def test_with_cleanup_policy_all_a_job_does_not_wait_for_an_evaluator_that_does_not_run():
+    world = complete(cleanupPolicy="All")
+    unready(world)
+    assert waits_until_stopped(world) == EVALUATOR_SECONDS
+    world.settle()
+    assert not world.children
 
 
 def test_the_job_is_complete_meanwhile():
