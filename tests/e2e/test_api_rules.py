@@ -475,7 +475,7 @@ def test_both_judges_draw_the_line_of_a_field_at_the_same_value(api, place):
 
 
 @settings(
-    max_examples=600,
+    max_examples=200,
     deadline=None,
     derandomize=True,
     database=None,

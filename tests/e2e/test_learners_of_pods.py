@@ -232,6 +232,7 @@ def test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again(healed)
     assert taken in preempted.split()
 
 
+@pytest.mark.slow_tier
 def test_a_changed_template_replaces_one_whole_learner_after_the_other(healed):
     job = healed
     before = job.instances()

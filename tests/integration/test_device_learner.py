@@ -127,6 +127,7 @@ def test_a_delta_that_a_late_device_encoded_passes_the_link(enter, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_tier
 @pytest.mark.timeout(660)
 def test_the_benchmark_of_a_device_runs_at_a_tiny_size_and_states_that_there_is_none():
     done = subprocess.run(

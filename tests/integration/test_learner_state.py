@@ -135,10 +135,9 @@ def lines(process, count=None):
     [
         ("own", True),
         ("torchdata", False),
-        ("shards", True),
         *(
             pytest.param(*row, marks=pytest.mark.slow_tier)
-            for row in (("own", False), ("torchdata", True), ("datasets", True))
+            for row in (("own", False), ("torchdata", True), ("datasets", True), ("shards", True))
         ),
     ],
 )

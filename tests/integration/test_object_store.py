@@ -272,6 +272,7 @@ def test_a_job_is_complete_only_when_its_model_is_at_its_url(server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_tier
 @pytest.mark.timeout(600)
 def test_a_run_whose_directory_was_deleted_continues_from_the_bucket_and_its_model_arrives_there(
     server, tmp_path
