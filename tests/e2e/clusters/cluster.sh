@@ -269,16 +269,12 @@ hand_down() {   # v2: a group has the controllers that its parent enables
 }
 
 cgroups() {   # a root of its own: a kubelet ends every pod below its cgroup root that it does not know
-  local c f share
+  local c f
   for c in $(hierarchies); do
     hand_down "$c"
     mkdir -p "$c/dl-$NAME"
     [ -e "$c/cgroup.controllers" ] || [ ! -e "$c/cpuset.cpus" ] || \
       for f in cpuset.cpus cpuset.mems; do cat "$c/$f" > "$c/dl-$NAME/$f"; done
-    # All pods together would get the share of one process, beside tests that start many
-    for share in cpu.shares=4096 cpu.weight=400; do
-      [ ! -e "$c/dl-$NAME/${share%=*}" ] || echo "${share#*=}" > "$c/dl-$NAME/${share%=*}"
-    done
   done
 }
 
