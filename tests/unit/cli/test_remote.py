@@ -50,7 +50,7 @@ def test_a_permanent_error_of_kubectl_is_reported_without_a_retry(tmp_path, kube
     assert len((tmp_path / "kubectl.log").read_text().split("gone-syncer")) == 2
 
 
-QUICK = Retries(attempts=3, first_seconds=0.01, max_seconds=0.01, stall_seconds=1)
+QUICK = Retries(attempts=3, first_seconds=0.01, max_seconds=0.01, stall_seconds=30)
 TENSORS = np.arange(1 << 20, dtype=np.uint32).tobytes()
 """Four chunks, all different."""
 
@@ -140,7 +140,9 @@ def test_a_damaged_chunk_is_requested_again(tmp_path, kubectl):
 def test_a_stalled_stream_counts_as_broken(tmp_path, kubectl):
     with open(kubectl, "w") as program:
         program.write("#!/bin/sh\nexec sleep 60\n")
-    job = RemoteJob(name="a", kubectl=kubectl, retries=dataclasses.replace(QUICK, attempts=1))
+    job = RemoteJob(
+        name="a", kubectl=kubectl, retries=dataclasses.replace(QUICK, attempts=1, stall_seconds=1)
+    )
     started = time.monotonic()
     with pytest.raises(UnavailableError, match="no data for 1 s"):
         job.fetch(remote.MODEL, tmp_path / "run")

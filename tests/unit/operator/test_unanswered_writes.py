@@ -68,13 +68,18 @@ class Installations:
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_module, "RETRY_PAUSES", (0.01,))
-    monkeypatch.setattr(cluster_module, "READ_SECONDS", 0.3)
     with FakeApi() as api:
         made = Installations(api, tmp_path)
         yield made
         made.reconciler.close()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(cluster_module, "READ_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_kind_whose_writes_hang_is_reported_and_the_others_are_written(world):
     world.api.faults.append(Fault("PATCH", "/statefulsets/", hang_seconds=60.0, times=99))
     error = world.fails()
@@ -100,6 +105,7 @@ def test_an_error_that_does_not_pass_is_reported_with_the_servers_message(world,
     )
 
 
+@pytest.mark.usefixtures("impatient")
 def test_the_status_is_written_once_however_often_a_write_has_no_answer(world):
     """The error of the client names an object in memory."""
     world.api.faults.append(Fault("PATCH", "/statefulsets/", hang_seconds=60.0, times=99))
