@@ -252,7 +252,7 @@ def pytest(name: str, *arguments: str, **environment: str) -> Group:
     """A group that runs pytest, and can run again what failed."""
     # Without bytecode, each of the thousand processes that tests start would compile our packages (0.3 s).
     # Threads of torch that wait for each other would spin on cores that other groups need.
-    # Kubernetes' programs spent a third of their processor time on collecting garbage.
+    # With Go's default, tests on an API server took 1.4 times as much processor time.
     defaults = {"PYTHONDONTWRITEBYTECODE": "", "OMP_WAIT_POLICY": "PASSIVE", "GOGC": "400"}
     environment = defaults | environment
     cache = f"cache_dir=.pytest_cache/{name.replace(' ', '-')}"
