@@ -221,7 +221,6 @@ class Description:
             vector_bytes=int(SLACK * vectors),
             journal_bytes=(PARTS + 2) * self.part_bytes,
             kept_snapshots=spec.syncer_checkpoint.keep,
-            rejoining=len(self.plan.only(Kind.CONTROL_BREAKS)),
         )
 
     @property

@@ -20,11 +20,6 @@ DOWNLOADS = 4
 """Of one fragment by one learner, per merge that the schedule allows it and per second: retries and sessions."""
 LINES_PER_LEARNER = 40
 """Lines of events.jsonl within the window for each learner: joins, leaves, refusals."""
-LINES_PER_REJOINING = 300
-"""Likewise, more for a learner whose session breaks after each pull: the limit of joins is not simulated."""
-
-DOWNLOADS_PER_REJOINING = 10
-"""Of each fragment per second, more in a world with such a learner: each session requests what it lacks."""
 LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
@@ -50,7 +45,6 @@ class Most:
         vector_bytes: of the vectors that the syncer holds.
         journal_bytes: from which on old parts are deleted, and the newest one becomes a part.
         kept_snapshots: each needs the lines after it.
-        rejoining: learners whose session breaks after each pull.
     """
 
     learners: int
@@ -61,7 +55,6 @@ class Most:
     vector_bytes: int
     journal_bytes: int
     kept_snapshots: int
-    rejoining: int = 0
 
 
 class Bounds:
@@ -76,11 +69,9 @@ class Bounds:
         merges = WINDOW_SECONDS * most.merges_per_second
         self._most_lines = int(
             LINES_PER_LEARNER * (most.learners + 1)
-            + LINES_PER_REJOINING * most.rejoining
             + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
-        self._downloads_per_second += DOWNLOADS_PER_REJOINING if most.rejoining else 0
         self._requested: dict[str, Mapping[int, int]] = {}
         self._judged_at = 0.0
         self._lines: deque[float] = deque()

@@ -110,7 +110,7 @@ def test_a_welcome_is_passed_on_to_the_trainer():
     assert (found.step, found.steps, found.local_step, found.total_tokens) == (10, 100, 7, 70)
     assert found.phase is Phase.WAITING
     assert found.text == "waiting for another learner to upload the initial model"
-    assert link.resets == 1
+    assert link.resets == 0
 
 
 def test_without_a_welcome_the_next_session_is_opened_after_the_time_limit():
@@ -151,6 +151,22 @@ def test_the_back_off_is_asked_anew_for_each_lost_session():
     for now, until in ((10.0, 11.0), (20.0, 22.0), (30.0, 34.0)):
         link(ev.SessionLost(text="gone"), at=now)
         assert link.core.wake_at == until
+
+
+@pytest.mark.parametrize(("seconds", "resets"), [(0.99, 0), (1.0, 1)])
+def test_the_back_off_begins_anew_after_a_session_that_lasted_and_grows_after_shorter_ones(
+    seconds, resets
+):
+    """A syncer that refuses what a learner sends ends each session at once, after its Welcome."""
+    link = training()
+    link(ev.SessionLost(text="refused"), at=10.0)
+    link.tick(11.0)
+    link(welcome(), at=12.0)
+    assert link.resets == 1, "the first session lasted for 10 s"
+    link(ev.SessionLost(text="refused"), at=12.0 + seconds)
+    assert link.resets == 1 + resets
+    link(ev.SessionLost(text="unavailable"), at=60.0)
+    assert link.resets == 1 + resets, "an attempt without a Welcome is no session"
 
 
 def test_a_heartbeat_is_due_that_long_after_the_last_message():

@@ -33,6 +33,9 @@ RETRY_SECONDS = 0.5
 WELCOME_TIMEOUT_SECONDS = 20.0
 """Time from Hello to Welcome, before a new session is opened."""
 
+STEADY_SECONDS = 1.0
+"""A session of at least this length is a success; if it ends earlier, the delay before the next one grows."""
+
 LATE_SECONDS = 30.0
 """A fragment that cannot be offered for this long is reported."""
 
@@ -51,7 +54,7 @@ class LinkProtocol:
             inboxes.
         has_constants: whether the model has tensors that are not trained.
         next_delay: returns the seconds until the next attempt to connect.
-        reset_delay: called when an attempt succeeds.
+        reset_delay: called when a session that has lasted ends.
         syncer: address of the syncer, for messages.
         recovery: asks peers for the state of their optimizers; None: none is asked.
     """
@@ -72,6 +75,7 @@ class LinkProtocol:
             text=f"waiting for the syncer at {syncer}", versions=[slot.inbox for slot in slots]
         )
         self._welcome: ev.Welcomed | None = None
+        self._welcomed_at = 0.0
         self._ready = False
         self._missing: set[int] = set()
         """Parts of the initial model that are not placed yet."""
@@ -245,9 +249,9 @@ class LinkProtocol:
     # ------------------------------------------------------------ the session
 
     def _welcomed(self, event: ev.Welcomed, now: float) -> list[ev.Decision]:
-        self._welcome, self._ready, self._last_sent_at = event, False, now
+        self._welcome, self._ready = event, False
+        self._welcomed_at = self._last_sent_at = now
         self._reported_step, self._blocks_sent, self._recovery_sent = -1, {}, {}
-        self._reset_delay()
         self._update(
             connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
             local_step=event.local_step, total_tokens=event.total_tokens, run=event.run,
@@ -361,6 +365,8 @@ class LinkProtocol:
         return []
 
     def _session_lost(self, event: ev.SessionLost, now: float) -> list[ev.Decision]:
+        if self._welcome is not None and now >= self._welcomed_at + STEADY_SECONDS:
+            self._reset_delay()
         self._welcome, self._ready = None, False
         self._updates.session_lost()
         if event.refused_exit:
