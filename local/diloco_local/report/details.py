@@ -154,7 +154,8 @@ def delta_norms(axes: Axes, run: Run, scale: float) -> None:
     _over_steps(axes, run.merges.step, np.where(norms > 0, norms, np.nan), "no norm yet")
     if axes.lines:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
 

@@ -44,6 +44,9 @@ COLORS = ("#a9d0ee", "#80b8e0", "#5fa3d6")
 
 TICKS = 500
 """Merge ticks drawn per learner; more are indistinguishable."""
+
+LABELLED = 0.06
+"""Part of the run that an epoch must last to have its label, which would overlap the next one."""
 FLOOR_SECONDS = 1e-4
 """Lower bound of the logarithmic axis; shorter times are drawn here."""
 
@@ -181,10 +184,11 @@ def _lifetimes(axes: Axes, run: Run, scale: float) -> None:
     for epoch in run.epochs:
         _bar(axes, 0, epoch.begin, epoch.end, run, scale, color=ORANGE)
         if len(run.epochs) > 1:
-            axes.text(
-                epoch.begin / scale, 0, f" epoch {epoch.number}", va="center", ha="left",
-                fontsize=8, color=INK, clip_on=True,
-            )  # fmt: skip
+            if epoch.end - epoch.begin >= LABELLED * run.seconds:
+                axes.text(
+                    epoch.begin / scale, 0, f" epoch {epoch.number}", va="center", ha="left",
+                    fontsize=8, color=INK, clip_on=True,
+                )  # fmt: skip
             if epoch is not run.epochs[0]:
                 axes.axvline(epoch.begin / scale, color=ORANGE, lw=1, ls="--", zorder=0)
     for lane, learner in enumerate(run.learners, 1):
