@@ -268,12 +268,8 @@ class Engine:
             ev.Log(event="limits", fields={"learners": event.learners, "step": self.step})
         ]
         for record in list(self.learners.connected()):
-            detail = beyond(record.name, event.learners)
-            if detail and record.session is not None:
-                session = record.session
-                out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-                left = ev.Left(session=session, learner=record.name, reason="Removed")
-                out += self._left(left, now, charged=False)
+            if detail := beyond(record.name, event.learners):
+                out += self._close(record, detail, "Removed", now, charged=False)
         return out
 
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
@@ -330,6 +326,16 @@ class Engine:
         if self.complete:
             out.append(ev.AnnounceComplete(learner=record.name))
         return out
+
+    def _close(
+        self, record: LearnerRecord, detail: str, reason: str, now: float, *, charged: bool = True
+    ) -> list[ev.Decision]:
+        """End the learner's session, if it has one, as if it had left for this reason; it connects again."""
+        if record.session is None:
+            return []
+        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
+        left = ev.Left(session=record.session, learner=record.name, reason=reason)
+        return [close, *self._left(left, now, charged=charged)]
 
     def _left(self, event: ev.Left, now: float, *, charged: bool = True) -> list[ev.Decision]:
         record = self.learners.leave(event.learner, event.session)
@@ -408,14 +414,9 @@ class Engine:
         out: list[ev.Decision] = []
         limit = HEARTBEAT_SECONDS * LATE_HEARTBEATS
         for record in list(self.learners.connected()):
-            silent = now - record.last_seen
-            if silent > limit and record.session is not None:
-                session = record.session
+            if (silent := now - record.last_seen) > limit:
                 detail = f"nothing received from {record.name} for {silent:.1f} s; connect again"
-                out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-                out += self._left(
-                    ev.Left(session=session, learner=record.name, reason="HeartbeatLate"), now
-                )
+                out += self._close(record, detail, "HeartbeatLate", now)
         self.learners.note_hanging(now)
         out += self.initialisation.tick(now)
         out += self.durability.tick(self.step, now)
@@ -482,12 +483,10 @@ class Engine:
 
     def _start_session_over(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
         record = self.learners.by_name.get(learner)
-        if record is None or record.session is None:
+        if record is None:
             return []
         detail = f"the syncer could not serve this session: {reason}; connect again"
-        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
-        left = ev.Left(session=record.session, learner=learner, reason="Unavailable")
-        return [close, *self._left(left, now, charged=False)]
+        return self._close(record, detail, "Unavailable", now, charged=False)
 
     # ------------------------------------------------------------ progress
 
@@ -528,15 +527,11 @@ class Engine:
             return self.initialisation.request(names, now)
         out: list[ev.Decision] = []
         for record in connected:
-            if (session := record.session) is None:
-                continue
             detail = (
                 f"no learner that joined has uploaded the initial parameters, so the model of {first}, which "
                 f"waits with another one, counts now; {record.name} connects again"
             )
-            out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-            left = ev.Left(session=session, learner=record.name, reason="OtherModel")
-            out += self._left(left, now)
+            out += self._close(record, detail, "OtherModel", now)
         return out
 
     def waits(self, learner: str) -> None:
