@@ -435,7 +435,7 @@ class Engine:
         probed = self.ejections.probed(event.learner, event.round, event.attempt)
         if probed is not None:
             counts = event.reason != ev.STREAM_BROKEN
-            return self.ejections.end_probe(probed, event.reason, now, counts=counts)
+            return self.ejections.end_probe(probed, now, counts=counts)
         return self.scheduler.dropped(event, now)
 
     def _failed(self, event: ev.Failed, now: float) -> list[ev.Decision]:
@@ -461,7 +461,7 @@ class Engine:
                 record = self.ejections.probed(decision.learner, decision.round, decision.attempt)
                 if record is None:
                     return [log]
-                return [log, *self.ejections.end_probe(record, "Failed", now, counts=False)]
+                return [log, *self.ejections.end_probe(record, now, counts=False)]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
                 self.scheduler.growth.snapshot_done(durable=False)
