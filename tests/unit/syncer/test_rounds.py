@@ -382,6 +382,14 @@ def test_a_member_that_is_removed_is_no_longer_pending():
     assert round_.pending == 1
 
 
+def test_what_a_member_that_is_removed_has_contributed_is_not_merged():
+    round_ = pulled("a", "b", "c")
+    for name in "abc":
+        round_.contributed(contribution(name), 100.0)
+    round_.remove("b")
+    assert [c.learner for c in round_.by_name()] == ["a", "c"]
+
+
 def test_what_the_others_lose_with_a_member_is_their_wait_for_it():
     round_ = pulled("a", "b", now=100.0)
     assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0, "no other member waits for it yet"
