@@ -393,7 +393,7 @@ class Engine:
         if self.initialised:
             return []
         self.initialised, self._mergeless_at = True, now
-        self.initialisation.withdraw(self.initialiser or "")
+        self.initialisation.learner = None
         self.initialisation.waiting.clear()
         ready = [ev.AnnounceReady(learner=record.name) for record in self.learners.connected()]
         return [
