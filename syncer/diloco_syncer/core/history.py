@@ -138,7 +138,7 @@ class History:
         """Record a Report of a larger t_m than the last; returns the steps that it is credited."""
         before = self.newest
         stated_steps = event.local_step - before.local_step if before else 1
-        steps = self._steps(stated_steps, now - self.reported_at) if before else 1
+        steps = self._steps(stated_steps, now - self.reported_at) if before else stated_steps
         stated_tokens = event.total_tokens - before.total_tokens if before else 0
         credited = tuple(
             self._counters(event, fragment, steps, stated_steps, stated_tokens)
