@@ -257,8 +257,9 @@ class ReplayEngine(Engine):
 
     def _has_saved(self, peer: Peer) -> bool:
         record = self.learners.by_name.get(peer.learner)
-        connected = record is not None and record.session is not None
-        return connected and record is not None and record.local_step >= peer.local_step
+        if record is None or record.session is None:
+            return False
+        return record.local_step >= peer.local_step
 
     def _recorded(self, admit: ev.Admit, life: Life) -> ev.Admit:
         begin, peer = life.process.begin, life.peer
