@@ -225,6 +225,16 @@ def test_a_member_that_does_not_deliver_is_ejected_from_every_round_that_waits_f
     assert job.rounds[0].failure == "c: NotFinite"
 
 
+def test_a_round_that_begins_again_without_an_ejected_member_is_aborted_for_the_reason_of_that():
+    job = Job("abc").meet()
+    for step in (1, 2):
+        job.report_all(step)
+    for name in "abc":
+        job.contribute(name, round=2, local_step=2)
+    out = job.dropped("c", round=1, reason="NotFinite")
+    assert [(d.round, d.reason) for d in of(ev.AbortMerge, out)] == [(2, "NotFinite")]
+
+
 def test_a_member_that_is_ejected_stays_in_a_round_to_which_it_has_delivered():
     job = Job("abc").meet()
     for step in (1, 2):

@@ -55,7 +55,8 @@ def test_an_upload_that_states_other_counters_than_its_report_is_refused(steps, 
 
 
 @pytest.mark.parametrize(
-    ("steps", "tokens", "usual"), [(0, 100, None), (4, 0, None), (4, 400, 100)]
+    ("steps", "tokens", "usual"),
+    [(0, 100, None), (4, 0, None), (4, 400, 100), (1, 400, 400), (4, 1, 0.25)],
 )
 def test_a_first_report_shows_the_usual_tokens_if_it_has_steps_and_tokens(steps, tokens, usual):
     history = History()

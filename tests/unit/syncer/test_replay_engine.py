@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.journal.replay import plan_of
+from diloco.journal.replay import Peer, plan_of
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
@@ -196,6 +196,46 @@ def test_a_member_that_cannot_deliver_is_waited_for_and_never_replaced(how):
     assert again.attempt > pull.attempt
     events = {log.event for log in of(driven.decisions, ev.Log)}
     assert "eject" not in events
+
+
+def of_a_peer(*, local_step):
+    """eu/0 took its optimizers' state from the checkpoint of us/0 of this local step and global step 2."""
+    plan = plan_of(EVENTS, TAPES, feedback=False)
+    plan.lives["eu/0", 0].peer = Peer(learner="us/0", local_step=local_step, step=2)
+    return Driven(learners=("us/0",), plan=plan)
+
+
+def test_a_process_that_took_its_state_from_a_peer_waits_until_that_has_made_the_checkpoint():
+    driven = of_a_peer(local_step=3)
+    driven.report("us/0", 2)
+    [close] = of(driven.hello("eu/0", 7), ev.Close)
+    assert (close.reason, close.detail) == (
+        "Unavailable",
+        "us/0 has not reached local step 3; connect again",
+    )
+    driven.report("us/0", 3)
+    [admit] = of(driven.hello("eu/0", 8), ev.Admit)
+    assert ([peer.learner for peer in admit.peers], admit.step) == (["us/0"], 2)
+
+
+def test_a_peer_that_is_not_connected_is_waited_for():
+    driven = of_a_peer(local_step=3)
+    driven.report("us/0", 3)
+    driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
+    assert of(driven.hello("eu/0", 7), ev.Admit) == []
+    driven.hello("us/0", 2, fresh=False)
+    assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
+
+
+def test_a_round_that_is_due_again_now_wakes_nobody_a_second_time():
+    driven = Driven()
+    driven.report("us/0", 1)
+    driven.report("eu/0", 2)
+    driven.handle(ev.Dropped(learner="eu/0", round=1, attempt=1, reason="StreamBroken", detail="x"))
+    scheduler = driven.engine.scheduler
+    retry_at = scheduler.in_flight[0].retry_at
+    assert scheduler.deadlines(driven.now) == [retry_at]
+    assert scheduler.deadlines(retry_at) == []
 
 
 def test_a_process_that_the_tape_does_not_have_is_refused():

@@ -27,7 +27,7 @@ def test_before_it_begins_none_is_asked_and_nothing_is_known():
     assert recovery.stop() == []
     assert recovery.proceed(step=1, run="r", now=1e6) == []
     assert recovery.answered(ev.PeerAnswered(number=0, state=STATE), step=1, run="r", now=0.0) == []
-    assert recovery.source is None
+    assert (recovery.source, recovery.seconds) == (None, 0.0)
 
 
 def test_a_session_without_peers_does_not_forget_those_of_an_earlier_one():
