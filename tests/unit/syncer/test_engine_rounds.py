@@ -177,6 +177,22 @@ def test_a_member_that_is_lost_after_the_others_waited_long_is_ejected_for_that(
     assert (line["learner"], line["reason"]) == ("b", "LeftRound")
 
 
+def test_a_member_that_falls_silent_after_the_others_waited_long_is_ejected_for_that():
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    for name in "abc":
+        job.contribute(name)
+    for now in (2.0, 4.0, 6.0):
+        for name in "ac":
+            job(ev.Heartbeat(session=job.session(name), learner=name), at=now)
+        assert logs("leave", job(ev.Tick())) == []
+    out = job(ev.Tick(), at=6.5)
+    assert [line["reason"] for line in logs("leave", out)] == ["HeartbeatLate"]
+    assert [(line["learner"], line["reason"]) for line in logs("eject", out)] == [
+        ("b", "LeftRound")
+    ]
+
+
 def test_below_the_quorum_the_others_are_released_and_pulled_again_after_a_pause():
     job = Job("ab", quorum=2, overlap=1).meet()
     job.report_all(1)

@@ -247,6 +247,13 @@ def test_a_process_that_the_tape_does_not_have_is_refused():
     )
 
 
+def test_a_process_may_continue_its_session_with_a_syncer_that_has_not_met_it():
+    driven = Driven(learners=("us/0",))
+    found = driven.hello("eu/0", 2, fresh=False)
+    assert len(of(found, ev.Admit)) == 1
+    assert of(found, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
+
+
 def test_a_process_begins_with_the_counters_of_the_tape_and_asks_no_peer():
     driven = Driven()
     [first, _] = of(driven.decisions, ev.Admit)
