@@ -342,9 +342,7 @@ class Ejections:
         record = self.probed(event.learner, event.round, event.attempt)
         if record is None or record.ejection is None or record.ejection.probe is None:
             return None
-        record.ejection.probe.upload.progressed(
-            event.received_bytes, waiting=event.waiting, done=event.done, now=now
-        )
+        record.ejection.probe.upload.progressed(event, now)
         return self.end_probe(record, now, delivered=True) if event.done else []
 
     def merged(self, record: LearnerRecord, now: float) -> None:
