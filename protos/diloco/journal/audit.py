@@ -297,7 +297,7 @@ class _Book:
     def _join(self, learner: str, incarnation: int) -> Iterator[str]:
         if not _in_spec(learner, self.learners):
             yield f"{learner} joined, but is not one of the learners of the spec"
-        newest = self.newest.get(learner, 0)
+        newest = self.newest.get(learner, incarnation)
         if incarnation < newest:
             yield f"incarnation {incarnation} of {learner} joined after its successor {newest}"
         self.newest[learner] = max(newest, incarnation)
