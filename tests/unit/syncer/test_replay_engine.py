@@ -113,6 +113,17 @@ def test_several_rounds_are_in_flight_as_before_and_commit_in_order():
     assert [commit.round for commit in of(driven.merged(first), ev.Commit)] == [1, 2]
 
 
+def test_the_time_to_the_quorum_is_that_until_all_learners_were_as_far():
+    driven = Driven()
+    driven.report("us/0", 1)
+    begun = driven.engine.scheduler.in_flight[0].started
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    seconds = driven.now - begun
+    driven.contribute(pull, "eu/0", 2)
+    [line] = [log.fields for log in of(driven.merged(pull), ev.Log) if log.event == "merge"]
+    assert line["quorumSeconds"] == round(seconds, 6)
+
+
 def test_counters_are_those_of_the_tape():
     driven = Driven()
     driven.report("us/0", 1)
@@ -174,6 +185,8 @@ def test_the_global_step_is_announced_and_no_fragment_to_keep():
     _, decisions = committed_first()
     [announced] = of(decisions, ev.AnnounceFragments)
     assert (announced.step, announced.fragments, announced.learners) == (1, (), ("eu/0", "us/0"))
+    driven, _ = committed_first()
+    assert of(driven.handle(ev.Tick()), ev.AnnounceFragments) == [], "once"
 
 
 @pytest.mark.parametrize("how", ["dropped", "left"])

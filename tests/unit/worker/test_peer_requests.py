@@ -91,6 +91,7 @@ def test_a_request_is_abandoned_after_more_than_h_steps_and_more_than_a_minute()
     assert dropped == ev.DropPeer(number=1)
     assert asked == ev.AskPeer(number=2, peer=B, step=10 + H + 1, run="s")
     assert recovery.why == "eu/0: no complete answer within 5 global steps and 62 s"
+    assert recovery.seconds == LEAST_SECONDS + 2
 
 
 def test_a_standstill_is_counted_from_the_newest_step():
