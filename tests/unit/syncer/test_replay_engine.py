@@ -9,6 +9,7 @@ from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.replay import ReplayEngine
+from diloco_syncer.core.rounds import RETRY_SECONDS
 from diloco_testing.local.tapes import initialised, member, merge, process, start, tapes
 
 SPEC = RunSpec(job="j", steps=3, fragments=2, interval=3, overlap=2, quorum=1, learners={"eu": 1, "us": 1})  # fmt: skip
@@ -238,6 +239,18 @@ def test_a_peer_that_is_not_connected_is_waited_for():
     assert of(driven.hello("eu/0", 7), ev.Admit) == []
     driven.hello("us/0", 2, fresh=False)
     assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
+
+
+def test_an_upload_that_the_syncer_cannot_receive_is_asked_for_again():
+    driven = Driven()
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    [begin] = of(driven.contribute(pull, "eu/0", 2), ev.BeginMerge)
+    failed = ev.Failed(decision=begin, reason="MemoryError", learner="eu/0")
+    [abort] = of(driven.handle(failed), ev.AbortMerge)
+    assert (abort.round, abort.attempt, abort.reason) == (1, pull.attempt, "MemoryError")
+    assert driven.engine.scheduler.in_flight[0].retry_at == driven.now + RETRY_SECONDS
+    assert pulls(driven.handle(ev.Tick(), seconds=1.0)) == [(1, ("eu/0",))]
 
 
 def test_a_round_that_is_due_again_now_wakes_nobody_a_second_time():
