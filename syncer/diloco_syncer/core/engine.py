@@ -492,14 +492,9 @@ class Engine:
 
     def _advance(self, now: float) -> list[ev.Decision]:
         """Everything that follows from the current state: initialise, start, collect, finish, announce, wake."""
-        out: list[ev.Decision] = []
         if not self.initialised:
             return [*self._initialise(now), ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
-        if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
-            self._commits = self.scheduler.commits
-            # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            out += self.durability.committed(self.step)
-        out += self.ejections.tick(now)
+        out = [*self._snapshot_if_due(), *self.ejections.tick(now)]
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)
         ended = self.step >= self.spec.steps and not self.scheduler.in_flight
@@ -517,6 +512,13 @@ class Engine:
             times.append(self.durability.retry_at)
         out.append(ev.WakeAt(seconds=min(times)))
         return out
+
+    def _snapshot_if_due(self) -> list[ev.Decision]:
+        """After all commits of an event: a snapshot holds the engine and Θ as of the same step."""
+        if self.durability.stage is not Stage.TRAINING or self._commits == self.scheduler.commits:
+            return []
+        self._commits = self.scheduler.commits
+        return self.durability.committed(self.step)
 
     def _initialise(self, now: float) -> list[ev.Decision]:
         """Ask the next learner for Θ^(0), or make room for one with another model."""
