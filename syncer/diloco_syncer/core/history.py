@@ -229,9 +229,9 @@ class History:
 
 def _most_tokens(steps: int, usual: float | None) -> int:
     """The most tokens that so many steps may count, at the usual tokens per step; no steps count none."""
-    if steps and usual is None:
-        return 1 << 62
-    return math.ceil(HISTORY_MULTIPLE * steps * (usual or 0.0))
+    if usual is None:
+        return 1 << 62 if steps else 0
+    return math.ceil(HISTORY_MULTIPLE * steps * usual)
 
 
 def _share(tokens: int, steps: int, of_steps: int) -> int:
