@@ -392,11 +392,10 @@ class _Progress:
         self._position[row] = position
         self._members_at[before] -= 1
         self._members_at[position] += 1
-        moved = False
+        slowest = self.slowest
         while self._members_at[self.slowest] == 0:
             self.slowest += 1
-            moved = True
-        return moved
+        return self.slowest > slowest
 
 
 def warm_up() -> None:
