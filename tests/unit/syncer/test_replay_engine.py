@@ -208,8 +208,11 @@ def test_a_member_that_cannot_deliver_is_waited_for_and_never_replaced(how):
     again = of(driven.decisions, ev.Pull)[-1]
     assert (again.round, again.learners) == (1, pull.learners)
     assert again.attempt > pull.attempt
-    events = {log.event for log in of(driven.decisions, ev.Log)}
-    assert "eject" not in events
+    lines = of(driven.decisions, ev.Log)
+    assert "eject" not in {line.event for line in lines}
+    refused = {"learner": "eu/0", "reason": "StreamBroken", "detail": "x", "step": 1}
+    found = [line.fields for line in lines if line.event == "refuse"]
+    assert found == ([refused] if how == "dropped" else [])
 
 
 def of_a_peer(*, local_step):

@@ -46,6 +46,11 @@ def test_what_is_offered_after_it_began_does_not_count():
     assert not recovery.pending
 
 
+def test_at_the_beginning_of_a_job_nobody_is_missed_and_later_that_is_stated():
+    assert begun(step=0)[0].why == ""
+    assert begun(step=1)[0].why == "the syncer named no learner to ask"
+
+
 def test_it_begins_once():
     recovery, [asked] = begun(A, B)
     assert recovery.begin(step=12, run="r", now=101.0) == []
