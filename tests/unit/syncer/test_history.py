@@ -302,6 +302,14 @@ def test_a_new_incarnation_counts_anew_and_keeps_its_averages():
     assert history.credit(upload(1, 1, 2**49), 0).tokens == HISTORY_MULTIPLE * 100
 
 
+def test_a_new_incarnation_has_saved_up_nothing_in_the_time_before_its_first_report():
+    at_once, later = honest(), honest()
+    for history, now in ((at_once, 6.0), (later, 600.0)):
+        history.restart()
+        assert history.add(report(1), now) == 1
+    assert at_once.add(report(101), 7.0) == later.add(report(101), 601.0) < 100
+
+
 def test_few_reports_are_kept_and_the_older_ones_still_bound_an_upload():
     history = honest(10 * MAX_REPORTS)
     assert len(history.reports) <= MAX_REPORTS
