@@ -215,6 +215,14 @@ def test_a_member_that_cannot_deliver_is_waited_for_and_never_replaced(how):
     assert found == ([refused] if how == "dropped" else [])
 
 
+def test_a_learner_that_leaves_costs_no_round_that_it_is_no_member_of():
+    driven = Driven()
+    driven.report("us/0", 1)
+    driven.report("eu/0", 2)
+    assert of(driven.handle(ev.Left(session=2, learner="us/0", reason="x")), ev.AbortMerge) == []
+    assert len(of(driven.handle(ev.Left(session=1, learner="eu/0", reason="x")), ev.AbortMerge)) == 1
+
+
 def of_a_peer(*, local_step):
     """eu/0 took its optimizers' state from the checkpoint of us/0 of this local step and global step 2."""
     plan = plan_of(EVENTS, TAPES, feedback=False)
