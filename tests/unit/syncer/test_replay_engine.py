@@ -220,7 +220,9 @@ def test_a_learner_that_leaves_costs_no_round_that_it_is_no_member_of():
     driven.report("us/0", 1)
     driven.report("eu/0", 2)
     assert of(driven.handle(ev.Left(session=2, learner="us/0", reason="x")), ev.AbortMerge) == []
-    assert len(of(driven.handle(ev.Left(session=1, learner="eu/0", reason="x")), ev.AbortMerge)) == 1
+    assert (
+        len(of(driven.handle(ev.Left(session=1, learner="eu/0", reason="x")), ev.AbortMerge)) == 1
+    )
 
 
 def of_a_peer(*, local_step):
@@ -264,7 +266,7 @@ def test_an_upload_that_the_syncer_cannot_receive_is_asked_for_again():
     assert pulls(driven.handle(ev.Tick(), seconds=1.0)) == [(1, ("eu/0",))]
 
 
-def test_a_round_that_is_due_again_now_wakes_nobody_a_second_time():
+def test_a_round_that_is_due_again_now_has_no_deadline():
     driven = Driven()
     driven.report("us/0", 1)
     driven.report("eu/0", 2)

@@ -46,7 +46,7 @@ def test_what_is_offered_after_it_began_does_not_count():
     assert not recovery.pending
 
 
-def test_at_the_beginning_of_a_job_nobody_is_missed_and_later_that_is_stated():
+def test_that_there_is_no_peer_to_ask_is_stated_once_the_job_has_made_a_step():
     assert begun(step=0)[0].why == ""
     assert begun(step=1)[0].why == "the syncer named no learner to ask"
 
