@@ -297,7 +297,7 @@ class _Book:
     def _join(self, learner: str, incarnation: int) -> Iterator[str]:
         if not _in_spec(learner, self.learners):
             yield f"{learner} joined, but is not one of the learners of the spec"
-        newest = self.newest.get(learner, 0)
+        newest = self.newest.get(learner, incarnation)
         if incarnation < newest:
             yield f"incarnation {incarnation} of {learner} joined after its successor {newest}"
         self.newest[learner] = max(newest, incarnation)
@@ -345,19 +345,19 @@ class _Book:
             yield f"{who} was merged after its successor {newest} joined"
         local_step = member.step
         key = (learner, incarnation, fragment)
-        before = self.used.get(key)
+        before = self.used.get(key, local_step)
         merged = self.reports_merged.setdefault((learner, incarnation), {})
         if (first := merged.get(local_step)) is not None:
             yield (
                 f"{who}: its report of local step {local_step}, fragment {fragment}, counts twice: "
                 f"it is in the merge of step {first[0]}, fragment {first[1]}"
             )
-        elif before is not None and local_step < before:
+        elif local_step < before:
             yield (
                 f"{who}: its report of local step {local_step}, fragment {fragment}, is older "
                 f"than that of {before}, merged before"
             )
-        self.used[key] = max(local_step, before or 0)
+        self.used[key] = max(local_step, before)
         merged.setdefault(local_step, (step, fragment))
 
 

@@ -103,7 +103,7 @@ class Model:
         trained, fixed, kept = _by_name(trained), _by_name(fixed), _by_name(kept)
         rows = [[list(t.to_json().values()) for t in kind] for kind in (trained, fixed, kept)]
         text = json.dumps(rows, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(tensors=trained, constants=fixed, frozen=kept, digest=digest)
 
 

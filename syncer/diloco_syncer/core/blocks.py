@@ -12,6 +12,7 @@ is trained, so no block is open at two learners, not even in two passes.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class FreeSerials:
         return tuple(self._spans)
 
     def __contains__(self, serial: int) -> bool:
-        at = bisect_right(self._spans, (serial, 1 << 64)) - 1
+        at = bisect_right(self._spans, (serial, math.inf)) - 1
         return serial >= self.rest or (at >= 0 and serial < self._spans[at][1])
 
     def remove(self, serial: int) -> None:
@@ -84,7 +85,7 @@ class FreeSerials:
                 self._spans.append((self.rest, serial))
             self.rest = serial + 1
             return
-        at = bisect_right(self._spans, (serial, 1 << 64)) - 1
+        at = bisect_right(self._spans, (serial, math.inf)) - 1
         first, end = self._spans[at]
         parts = [(first, serial), (serial + 1, end)]
         self._spans[at : at + 1] = [(a, b) for a, b in parts if a < b]

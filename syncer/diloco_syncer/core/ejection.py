@@ -232,9 +232,9 @@ class Ejections:
         """End a probe that is late: no failure if it had more time until now, because the rounds needed it."""
         was_needed, probe.needed = probe.needed, self._needed()
         if now >= probe.upload.deadline:
-            return self.end_probe(record, "Late", now)
+            return self.end_probe(record, now)
         if now >= self._probe_limit(probe):
-            return self.end_probe(record, "Late", now, counts=not was_needed)
+            return self.end_probe(record, now, counts=not was_needed)
         return []
 
     def deadlines(self, now: float) -> list[float]:
@@ -276,15 +276,15 @@ class Ejections:
         return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 
     def end_probe(
-        self, record: LearnerRecord, failure: str, now: float, *, counts: bool = True
+        self, record: LearnerRecord, now: float, *, delivered: bool = False, counts: bool = True
     ) -> list[ev.Decision]:
         """
-        A probe was delivered (no failure), or was not.
+        A probe is over.
 
         Args:
             record: of the learner.
-            failure: why it was not delivered.
             now: monotonic seconds.
+            delivered: all of it.
             counts: False: the learner is not at fault; only the next probe comes later for it, with another fragment.
         """
         state = record.ejection
@@ -295,7 +295,7 @@ class Ejections:
         out: list[ev.Decision] = [
             ev.AbortMerge(round=probe.round, attempt=probe.attempt, reason="the probe is over")
         ]
-        if failure:
+        if not delivered:
             record.ejections += counts
             state.unproven += not counts
             pause = backoff_seconds(record.ejections + state.unproven)
@@ -342,10 +342,8 @@ class Ejections:
         record = self.probed(event.learner, event.round, event.attempt)
         if record is None or record.ejection is None or record.ejection.probe is None:
             return None
-        record.ejection.probe.upload.progressed(
-            event.received_bytes, waiting=event.waiting, done=event.done, now=now
-        )
-        return self.end_probe(record, "", now) if event.done else []
+        record.ejection.probe.upload.progressed(event, now)
+        return self.end_probe(record, now, delivered=True) if event.done else []
 
     def merged(self, record: LearnerRecord, now: float) -> None:
         """A learner was part of a merge; after enough of them its failures are forgotten."""

@@ -268,12 +268,8 @@ class Engine:
             ev.Log(event="limits", fields={"learners": event.learners, "step": self.step})
         ]
         for record in list(self.learners.connected()):
-            detail = beyond(record.name, event.learners)
-            if detail and record.session is not None:
-                session = record.session
-                out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-                left = ev.Left(session=session, learner=record.name, reason="Removed")
-                out += self._left(left, now, charged=False)
+            if detail := beyond(record.name, event.learners):
+                out += self._close(record, detail, "Removed", now, charged=False)
         return out
 
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
@@ -331,6 +327,16 @@ class Engine:
             out.append(ev.AnnounceComplete(learner=record.name))
         return out
 
+    def _close(
+        self, record: LearnerRecord, detail: str, reason: str, now: float, *, charged: bool = True
+    ) -> list[ev.Decision]:
+        """End the learner's session, if it has one, as if it had left for this reason; it connects again."""
+        if record.session is None:
+            return []
+        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
+        left = ev.Left(session=record.session, learner=record.name, reason=reason)
+        return [close, *self._left(left, now, charged=charged)]
+
     def _left(self, event: ev.Left, now: float, *, charged: bool = True) -> list[ev.Decision]:
         record = self.learners.leave(event.learner, event.session)
         if record is None:
@@ -387,7 +393,7 @@ class Engine:
         if self.initialised:
             return []
         self.initialised, self._mergeless_at = True, now
-        self.initialisation.withdraw(self.initialiser or "")
+        self.initialisation.learner = None
         self.initialisation.waiting.clear()
         ready = [ev.AnnounceReady(learner=record.name) for record in self.learners.connected()]
         return [
@@ -408,14 +414,9 @@ class Engine:
         out: list[ev.Decision] = []
         limit = HEARTBEAT_SECONDS * LATE_HEARTBEATS
         for record in list(self.learners.connected()):
-            silent = now - record.last_seen
-            if silent > limit and record.session is not None:
-                session = record.session
+            if (silent := now - record.last_seen) > limit:
                 detail = f"nothing received from {record.name} for {silent:.1f} s; connect again"
-                out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-                out += self._left(
-                    ev.Left(session=session, learner=record.name, reason="HeartbeatLate"), now
-                )
+                out += self._close(record, detail, "HeartbeatLate", now)
         self.learners.note_hanging(now)
         out += self.initialisation.tick(now)
         out += self.durability.tick(self.step, now)
@@ -434,7 +435,7 @@ class Engine:
         probed = self.ejections.probed(event.learner, event.round, event.attempt)
         if probed is not None:
             counts = event.reason != ev.STREAM_BROKEN
-            return self.ejections.end_probe(probed, event.reason, now, counts=counts)
+            return self.ejections.end_probe(probed, now, counts=counts)
         return self.scheduler.dropped(event, now)
 
     def _failed(self, event: ev.Failed, now: float) -> list[ev.Decision]:
@@ -460,7 +461,7 @@ class Engine:
                 record = self.ejections.probed(decision.learner, decision.round, decision.attempt)
                 if record is None:
                     return [log]
-                return [log, *self.ejections.end_probe(record, "Failed", now, counts=False)]
+                return [log, *self.ejections.end_probe(record, now, counts=False)]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
                 self.scheduler.growth.snapshot_done(durable=False)
@@ -482,25 +483,18 @@ class Engine:
 
     def _start_session_over(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
         record = self.learners.by_name.get(learner)
-        if record is None or record.session is None:
+        if record is None:
             return []
         detail = f"the syncer could not serve this session: {reason}; connect again"
-        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
-        left = ev.Left(session=record.session, learner=learner, reason="Unavailable")
-        return [close, *self._left(left, now, charged=False)]
+        return self._close(record, detail, "Unavailable", now, charged=False)
 
     # ------------------------------------------------------------ progress
 
     def _advance(self, now: float) -> list[ev.Decision]:
         """Everything that follows from the current state: initialise, start, collect, finish, announce, wake."""
-        out: list[ev.Decision] = []
         if not self.initialised:
             return [*self._initialise(now), ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
-        if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
-            self._commits = self.scheduler.commits
-            # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            out += self.durability.committed(self.step)
-        out += self.ejections.tick(now)
+        out = [*self._snapshot_if_due(), *self.ejections.tick(now)]
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)
         ended = self.step >= self.spec.steps and not self.scheduler.in_flight
@@ -519,6 +513,13 @@ class Engine:
         out.append(ev.WakeAt(seconds=min(times)))
         return out
 
+    def _snapshot_if_due(self) -> list[ev.Decision]:
+        """After all commits of an event: a snapshot holds the engine and Θ as of the same step."""
+        if self.durability.stage is not Stage.TRAINING or self._commits == self.scheduler.commits:
+            return []
+        self._commits = self.scheduler.commits
+        return self.durability.committed(self.step)
+
     def _initialise(self, now: float) -> list[ev.Decision]:
         """Ask the next learner for Θ^(0), or make room for one with another model."""
         connected = list(self.learners.connected())
@@ -528,15 +529,11 @@ class Engine:
             return self.initialisation.request(names, now)
         out: list[ev.Decision] = []
         for record in connected:
-            if (session := record.session) is None:
-                continue
             detail = (
                 f"no learner that joined has uploaded the initial parameters, so the model of {first}, which "
                 f"waits with another one, counts now; {record.name} connects again"
             )
-            out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
-            left = ev.Left(session=session, learner=record.name, reason="OtherModel")
-            out += self._left(left, now)
+            out += self._close(record, detail, "OtherModel", now)
         return out
 
     def waits(self, learner: str) -> None:

@@ -138,7 +138,7 @@ class History:
         """Record a Report of a larger t_m than the last; returns the steps that it is credited."""
         before = self.newest
         stated_steps = event.local_step - before.local_step if before else 1
-        steps = self._steps(stated_steps, now - self.reported_at) if before else 1
+        steps = self._steps(stated_steps, now - self.reported_at) if before else stated_steps
         stated_tokens = event.total_tokens - before.total_tokens if before else 0
         credited = tuple(
             self._counters(event, fragment, steps, stated_steps, stated_tokens)
@@ -229,9 +229,9 @@ class History:
 
 def _most_tokens(steps: int, usual: float | None) -> int:
     """The most tokens that so many steps may count, at the usual tokens per step; no steps count none."""
-    if steps and usual is None:
-        return 1 << 62
-    return math.ceil(HISTORY_MULTIPLE * steps * (usual or 0.0))
+    if usual is None:
+        return 1 << 62 if steps else 0
+    return math.ceil(HISTORY_MULTIPLE * steps * usual)
 
 
 def _share(tokens: int, steps: int, of_steps: int) -> int:

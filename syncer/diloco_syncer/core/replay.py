@@ -257,8 +257,9 @@ class ReplayEngine(Engine):
 
     def _has_saved(self, peer: Peer) -> bool:
         record = self.learners.by_name.get(peer.learner)
-        connected = record is not None and record.session is not None
-        return connected and record is not None and record.local_step >= peer.local_step
+        if record is None or record.session is None:
+            return False
+        return record.local_step >= peer.local_step
 
     def _recorded(self, admit: ev.Admit, life: Life) -> ev.Admit:
         begin, peer = life.process.begin, life.peer
@@ -276,12 +277,9 @@ class ReplayEngine(Engine):
         return self.initialisation.request(names, now)
 
     def _advance(self, now: float) -> list[ev.Decision]:
-        out: list[ev.Decision] = []
         if not self.initialised:
             return [*self._initialise(now), ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
-        if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
-            self._commits = self.scheduler.commits
-            out += self.durability.committed(self.step)
+        out = self._snapshot_if_due()
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)
         if self.plan.complete and isinstance(self.scheduler, TapeScheduler):

@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.runtime.backoff import doubled
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.events import ConfirmedNorm, Merged
+from diloco_syncer.core.events import ConfirmedNorm, Merged, Progress
 from diloco_syncer.core.upload_limits import Stopwatch, UploadProgress, allowed_seconds
 
 
@@ -126,23 +126,11 @@ class Round:
         upload.waiting, upload.header_at = True, now
         upload.awaited_seconds = upload.excused_seconds = 0.0
 
-    def progressed(
-        self,
-        learner: str,
-        received_bytes: int,
-        *,
-        waiting: bool,
-        done: bool,
-        now: float,
-        awaited: float = 0.0,
-        expected: float = 0.0,
-    ) -> None:
+    def progressed(self, event: Progress, now: float) -> None:
         """A member's upload has come further."""
-        upload = self.members[learner]
+        upload = self.members[event.learner]
         self._not_pending(upload, now)
-        upload.progressed(
-            received_bytes, waiting=waiting, done=done, now=now, awaited=awaited, expected=expected
-        )
+        upload.progressed(event, now)
         self._pending_again(upload, now)
         if upload.pending and self._next_deadline is not None:
             self._next_deadline = min(self._next_deadline, upload.deadline)

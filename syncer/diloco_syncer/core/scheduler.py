@@ -217,15 +217,7 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or not round_.transferring or event.learner not in round_.members:
             return []
-        round_.progressed(
-            event.learner,
-            event.received_bytes,
-            waiting=event.waiting,
-            done=event.done,
-            now=now,
-            awaited=event.awaited_seconds,
-            expected=event.expected_seconds,
-        )
+        round_.progressed(event, now)
         round_.update_hold(now, quorum=self.spec.quorum)
         return []
 

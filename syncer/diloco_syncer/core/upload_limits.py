@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diloco_syncer.core.events import Progress
+
 START_SECONDS = 30.0
 """From the pull to the first byte, and the longest pause of an upload that was fast before."""
 
@@ -152,22 +154,19 @@ class UploadProgress:
         """By how much the others have waited for this pending member longer than the round's stopwatch shows."""
         return self.held - self.held_from
 
-    def progressed(
-        self, received_bytes: int, *, waiting: bool, done: bool, now: float,
-        awaited: float = 0.0, expected: float = 0.0,
-    ) -> None:  # fmt: skip
+    def progressed(self, event: Progress, now: float) -> None:
         """Account for what was received so far; older states are ignored."""
-        if received_bytes < self.received_bytes:
+        if event.received_bytes < self.received_bytes:
             return
-        earned = (received_bytes - self.received_bytes) / MIN_BYTES_PER_SECOND
-        self.received_bytes = received_bytes
-        self.awaited_seconds = max(self.awaited_seconds, awaited)
-        self.expected_seconds = max(self.expected_seconds, expected)
-        if self.waiting or waiting:
+        earned = (event.received_bytes - self.received_bytes) / MIN_BYTES_PER_SECOND
+        self.received_bytes = event.received_bytes
+        self.awaited_seconds = max(self.awaited_seconds, event.awaited_seconds)
+        self.expected_seconds = max(self.expected_seconds, event.expected_seconds)
+        if self.waiting or event.waiting:
             earned = START_SECONDS  # the wait was not its own
         # A fast beginning must not pay for a long silence: never more than the start-up time ahead.
         self.deadline = max(self.deadline, min(self.deadline + earned, now + START_SECONDS))
-        self.waiting, self.done = waiting, self.done or done
+        self.waiting, self.done = event.waiting, self.done or event.done
 
     def resume(self, now: float) -> None:
         """What it waited for has come: from now on it delivers."""

@@ -31,12 +31,13 @@ class UsedReports:
     """Round (its global step) → the newest report when it pulled; its upload is of that t_m or later."""
     claimed: dict[int, int] = field(default_factory=dict)
     """Round → the t_m that its upload states."""
-    _newest_merged: int = field(init=False, default=-1)
-    _spent: int = field(init=False, default=-1)
+    _newest_merged: int = field(init=False)
+    """Or the floor."""
+    _spent: int = field(init=False)
     """The newest report that counts for no other round: one pulled for it and received an upload."""
 
     def __post_init__(self) -> None:
-        self._spent = self._newest_merged = max(self.merged, default=-1)
+        self._spent = self._newest_merged = max([self.floor, *self.merged])
 
     @property
     def newest(self) -> int:
@@ -46,7 +47,7 @@ class UsedReports:
     @property
     def _newest_used(self) -> int:
         claimed = max(self.claimed.values(), default=-1)
-        return max(self.floor, self._newest_merged, claimed)
+        return max(self._newest_merged, claimed)
 
     def fresh(self, local_step: int, lag: float) -> bool:
         """
@@ -86,7 +87,7 @@ class UsedReports:
 
     def spend(self, round_: int) -> None:
         """The report for which the round pulled counts for no other one."""
-        self._spent = max(self._spent, self.pulled.get(round_, -1))
+        self._spent = max(self._spent, self.pulled.get(round_, self._spent))
 
     def merge(self, round_: int, local_step: int) -> None:
         """The round has merged this report."""

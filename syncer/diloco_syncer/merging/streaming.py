@@ -29,7 +29,7 @@ from diloco.errors import AbortedError, DilocoError, ProtocolError, UnavailableE
 from diloco.model.digests import digests
 from diloco.model.fragments import BLOCK, Fragment, Slot, Tensor
 from diloco_syncer.core.contribution import Contribution, ContributionError
-from diloco_syncer.core.outer import OuterOptimizer
+from diloco_syncer.core.outer import REPLACE, OuterOptimizer
 from diloco_syncer.merging.arithmetic import Arithmetic, MergeResult
 from diloco_syncer.merging.buffers import Buffers
 
@@ -392,11 +392,10 @@ class _Progress:
         self._position[row] = position
         self._members_at[before] -= 1
         self._members_at[position] += 1
-        moved = False
+        slowest = self.slowest
         while self._members_at[self.slowest] == 0:
             self.slowest += 1
-            moved = True
-        return moved
+        return self.slowest > slowest
 
 
 def warm_up() -> None:
@@ -418,7 +417,7 @@ def warm_up() -> None:
                 momentum_N=ones_N,
                 contributions=contributions,
                 merge="Radial",
-                outer=OuterOptimizer(learning_rate=1.0, momentum=0.0, nesterov=False),
+                outer=REPLACE,
                 down=down,
                 window=1,
             )

@@ -346,6 +346,13 @@ def test_parts_that_rotation_deleted_are_stated_and_the_rest_is_checked():
     assert audit([rotated(3), *rest]).ok
 
 
+def test_a_schedule_without_steps_is_not_taken_from_the_begin_of_a_part():
+    [start, *rest] = lines(history())
+    heading = {"fragments": json.loads(start)["fragments"], "interval": 0}
+    assert audit([rotated(3, **heading), *rest]).ok
+    assert audit([rotated(3, **heading), start, *rest]).ok
+
+
 def test_a_part_missing_in_the_middle_is_a_violation():
     text = lines(history())
     assert audit([*text, rotated(2)]).ok

@@ -180,6 +180,20 @@ def test_a_block_counts_in_a_merge_that_has_one_of_its_steps(local_step, steps, 
     assert [row["merges"] for row in found.blocks] == [[1] if counts else []]
 
 
+def test_of_two_blocks_that_end_together_each_counts_in_the_merges_of_its_own_steps():
+    blocks = [{"block": 0, "begin": 3, "end": 6}, {"block": 1, "begin": 6, "end": 9}]
+    both = line("trained", learner="eu/0", incarnation=1, blocks=blocks)
+    merges = [merge(1, 0, "eu/0", 6, 3), merge(2, 0, "eu/0", 7, 1)]
+    found = audit([*BEGIN, lease("eu/0", 0, 1), *merges, both])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1], [2]]
+
+
+def test_a_block_of_a_line_without_a_time_has_none():
+    [row] = audit([*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 3)]).blocks
+    assert row["time"] == ""
+
+
 def test_members_without_weight_do_not_count_and_those_after_them_do():
     found = audit(
         [

@@ -123,6 +123,17 @@ def test_blocks_of_a_connected_learner_that_makes_no_steps_are_leased_again_once
     assert leases(out)["eu/0"]
 
 
+def test_blocks_of_a_learner_that_is_gone_and_of_one_that_makes_no_steps_may_be_released_at_once():
+    ledger = BlockLedger()
+    take(ledger, stated(items=40, wanted=2))
+    take(ledger, stated("eu/1", items=40, wanted=2))
+    ledger.left("eu/1", "StreamEnded", IDLE_SECONDS - HOLD_SECONDS)
+    ledger.stated(stated("us/0", items=40, wanted=5), incarnation=1, now=IDLE_SECONDS)
+    out = ledger.advance(IDLE_SECONDS)
+    released = [(line["learner"], line["reason"]) for line in logged(out, "release")]
+    assert released == [("eu/1", "Overdue"), ("eu/0", "NoSteps")]
+
+
 def test_a_learner_that_steps_and_never_ends_a_block_delays_the_others_for_a_while_only():
     ledger = starved()
     for second in range(1, int(BLOCK_SECONDS)):

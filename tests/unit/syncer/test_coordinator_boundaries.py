@@ -44,6 +44,12 @@ def theta(syncer, fragment):
     return syncer.facts.parameters.current(fragment).theta_N
 
 
+def test_before_the_first_event_others_may_read_what_it_begins_with():
+    syncer = fresh()
+    assert syncer.coordinator.facts.initialiser is None
+    assert syncer.coordinator.facts.layout is None
+
+
 def test_the_start_is_written_down_and_a_tick_is_due_at_once():
     syncer = fresh()
     assert syncer.coordinator.start(7.0) == 7.0

@@ -136,7 +136,7 @@ def test_each_failed_probe_is_followed_by_one_of_another_offered_fragment():
     for _ in range(3):
         now = job["b"].ejection.probe_at
         asked.append(job.probe(now).fragment)
-        job.it.end_probe(job["b"], "Late", now)
+        job.it.end_probe(job["b"], now)
     assert asked == [3, 5, 3]
 
 
@@ -215,7 +215,7 @@ def test_while_the_quorum_is_short_a_probe_is_due_a_first_back_off_after_the_las
     assert job.it.deadlines(100.0) == [100.0 + BACKOFF_SECONDS]
     assert job.it.tick(99.9 + BACKOFF_SECONDS) == []
     assert job.probe(100.0 + BACKOFF_SECONDS).learner == "a"
-    job.it.end_probe(job["a"], "Late", 108.0)
+    job.it.end_probe(job["a"], 108.0)
     assert job.it.deadlines(108.0) == [108.0 + BACKOFF_SECONDS], "after the probe that failed"
 
 
@@ -240,7 +240,7 @@ def test_a_probe_ends_with_its_session():
     job.it.left(job["b"])
     assert job["b"].ejection is not None
     assert job.it.probed("b", probe.round, probe.attempt) is None
-    assert job.it.end_probe(job["b"], "", 6.0) == []
+    assert job.it.end_probe(job["b"], 6.0, delivered=True) == []
 
 
 def test_joining_and_leaving_are_steps_of_the_pace():
@@ -371,7 +371,7 @@ def test_probes_that_break_are_ever_rarer_and_ask_for_another_fragment_but_are_n
     now, fragments = 5.0, []
     for count in range(2, 6):
         fragments.append(job.probe(now).fragment)
-        job.it.end_probe(job["b"], "StreamBroken", now, counts=False)
+        job.it.end_probe(job["b"], now, counts=False)
         assert job.it.deadlines(now) == [now + backoff_seconds(count)]
         now += backoff_seconds(count)
     assert len(set(fragments)) > 1
@@ -465,7 +465,7 @@ def test_the_attempt_of_a_probe_ends_with_a_reason():
     job = Learners()
     job.it.eject("b", "Stalled", 0.0)
     job.probe(5.0)
-    [abort] = job.it.end_probe(job["b"], "Late", 6.0)
+    [abort] = job.it.end_probe(job["b"], 6.0)
     assert abort.reason == "the probe is over"
     job.probe(job["b"].ejection.probe_at)
     [abort] = job.it.left(job["b"])
@@ -546,7 +546,7 @@ def test_a_probe_is_due_early_once_a_round_waits_longer_for_its_quorum_than_step
     learners = Learners()
     learners.it.eject("c", "Slow", 0.0)
     learners.probe(BACKOFF_SECONDS)
-    learners.it.end_probe(learners["c"], "Late", BACKOFF_SECONDS)
+    learners.it.end_probe(learners["c"], BACKOFF_SECONDS)
     assert learners.it.tick(2 * BACKOFF_SECONDS) == []
     learners.it.note_wait(waited)
     assert len(learners.it.tick(2 * BACKOFF_SECONDS)) == probes

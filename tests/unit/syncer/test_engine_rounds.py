@@ -177,6 +177,22 @@ def test_a_member_that_is_lost_after_the_others_waited_long_is_ejected_for_that(
     assert (line["learner"], line["reason"]) == ("b", "LeftRound")
 
 
+def test_a_member_that_falls_silent_after_the_others_waited_long_is_ejected_for_that():
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    for name in "abc":
+        job.contribute(name)
+    for now in (2.0, 4.0, 6.0):
+        for name in "ac":
+            job(ev.Heartbeat(session=job.session(name), learner=name), at=now)
+        assert logs("leave", job(ev.Tick())) == []
+    out = job(ev.Tick(), at=6.5)
+    assert [line["reason"] for line in logs("leave", out)] == ["HeartbeatLate"]
+    assert [(line["learner"], line["reason"]) for line in logs("eject", out)] == [
+        ("b", "LeftRound")
+    ]
+
+
 def test_below_the_quorum_the_others_are_released_and_pulled_again_after_a_pause():
     job = Job("ab", quorum=2, overlap=1).meet()
     job.report_all(1)
@@ -223,6 +239,16 @@ def test_a_member_that_does_not_deliver_is_ejected_from_every_round_that_waits_f
     assert [line["reason"] for line in logs("refuse", out)] == ["NotFinite"]
     assert [d.round for d in of(ev.BeginMerge, out)] == [1, 2]
     assert job.rounds[0].failure == "c: NotFinite"
+
+
+def test_a_round_that_begins_again_without_an_ejected_member_is_aborted_for_the_reason_of_that():
+    job = Job("abc").meet()
+    for step in (1, 2):
+        job.report_all(step)
+    for name in "abc":
+        job.contribute(name, round=2, local_step=2)
+    out = job.dropped("c", round=1, reason="NotFinite")
+    assert [(d.round, d.reason) for d in of(ev.AbortMerge, out)] == [(2, "NotFinite")]
 
 
 def test_a_member_that_is_ejected_stays_in_a_round_to_which_it_has_delivered():

@@ -120,6 +120,13 @@ def test_a_learner_that_was_not_asked_cannot_fail_the_initial_model():
     assert [(d.session, d.reason, d.detail) for d in of(ev.Close, out)] == [(1, "NotFinite", "NaN")]
 
 
+def test_the_line_about_an_unusable_initial_model_states_what_is_wrong_with_it():
+    job = Job("a", initialised=False)
+    out = job(ev.InitialFailed(learner="a", reason="NotFinite", detail="NaN in layer.weight"))
+    refused = {"learner": "a", "reason": "NotFinite", "detail": "NaN in layer.weight"}
+    assert logs("refuse", out) == [refused]
+
+
 def test_bytes_of_the_initial_model_are_its_progress():
     job = Job("a", initialised=False)
     job.wait(STALL_SECONDS - 1)

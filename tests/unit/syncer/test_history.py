@@ -55,7 +55,8 @@ def test_an_upload_that_states_other_counters_than_its_report_is_refused(steps, 
 
 
 @pytest.mark.parametrize(
-    ("steps", "tokens", "usual"), [(0, 100, None), (4, 0, None), (4, 400, 100)]
+    ("steps", "tokens", "usual"),
+    [(0, 100, None), (4, 0, None), (4, 400, 100), (1, 400, 400), (4, 1, 0.25)],
 )
 def test_a_first_report_shows_the_usual_tokens_if_it_has_steps_and_tokens(steps, tokens, usual):
     history = History()
@@ -299,6 +300,14 @@ def test_a_new_incarnation_counts_anew_and_keeps_its_averages():
     history.restart()
     history.add(report(1, tokens=2**49, total=2**49), 10.0)
     assert history.credit(upload(1, 1, 2**49), 0).tokens == HISTORY_MULTIPLE * 100
+
+
+def test_a_new_incarnation_has_saved_up_nothing_in_the_time_before_its_first_report():
+    at_once, later = honest(), honest()
+    for history, now in ((at_once, 6.0), (later, 600.0)):
+        history.restart()
+        assert history.add(report(1), now) == 1
+    assert at_once.add(report(101), 7.0) == later.add(report(101), 601.0) < 100
 
 
 def test_few_reports_are_kept_and_the_older_ones_still_bound_an_upload():

@@ -202,6 +202,7 @@ def test_a_document_that_is_refused_is_named_by_its_source():
         with pytest.raises(ConfigError, match=r"^spec\.json: "):
             parse(text, SPEC, source="spec.json")
     assert "beyond" in beyond("eu/x", SPEC.learners), "no index at all"
+    assert "region eu/x," in beyond("eu/x/0", SPEC.learners), "no other region's index"
 
 
 def test_a_document_without_a_name_of_its_own_is_called_the_spec_document():

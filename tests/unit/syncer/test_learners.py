@@ -6,7 +6,13 @@ import pytest
 
 from diloco_syncer.core.events import Hello, Reported
 from diloco_syncer.core.history import ABSENT_STEPS, ABSENT_TOKENS
-from diloco_syncer.core.learners import Ejection, LearnerRecords, Waits
+from diloco_syncer.core.learners import (
+    HANGS_SECONDS,
+    HANGS_STEPS,
+    Ejection,
+    LearnerRecords,
+    Waits,
+)
 
 
 def hello(name="eu/0", *, session=1, incarnation=1, fresh=True, **changes):
@@ -310,6 +316,14 @@ def test_a_learner_that_hangs_is_not_the_fastest_until_it_makes_a_step_again():
     learners.report(reported("a", local_step=2, step_seconds=0.5), now=21.0)
     assert not learners.by_name["a"].hangs
     assert learners.by_name["b"].hangs is False
+
+
+def test_the_quorum_has_patience_for_a_few_steps_of_its_slowest_learner_and_of_no_slower_one():
+    learners = fastest_of(a=1.0, b=5.0, c=30.0)
+    assert learners.patience_seconds(1) == HANGS_SECONDS
+    assert learners.patience_seconds(2) == HANGS_STEPS * 5.0
+    assert learners.patience_seconds(3) == HANGS_STEPS * 30.0
+    assert joined("a").patience_seconds(1) == HANGS_SECONDS, "nothing is known yet"
 
 
 def test_if_all_hang_their_last_steps_count():

@@ -161,6 +161,17 @@ def test_finite_deltas_whose_merge_overflows_name_the_longest(down, merge):
     assert caught.value.learner == "a/1"
 
 
+def test_finite_directions_whose_sum_overflows_name_the_longest():
+    short_N, long_N = (np.zeros(SMALL.elements, np.float32) for _ in range(2))
+    # Of norms 1e20 and 5e38, so both directions count: half of the longer norm, and half of 2.5e38.
+    short_N[0], long_N[:4] = 1e20, 2.5e38
+    uploads = [upload(SMALL, "a/0", short_N), upload(SMALL, "a/1", long_N)]
+    running = merge_for(uploads, SMALL)
+    with pytest.raises(NotFiniteError, match="its delta of t0 is the longest") as caught:
+        feed(running, uploads)
+    assert caught.value.learner == "a/1"
+
+
 def test_a_chunk_of_the_wrong_length_is_damaged_and_aborts():
     uploads = pair(SMALL)
     running = merge_for(uploads, SMALL)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.journal.replay import plan_of
+from diloco.journal.replay import Peer, plan_of
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.replay import ReplayEngine
+from diloco_syncer.core.rounds import RETRY_SECONDS
 from diloco_testing.local.tapes import initialised, member, merge, process, start, tapes
 
 SPEC = RunSpec(job="j", steps=3, fragments=2, interval=3, overlap=2, quorum=1, learners={"eu": 1, "us": 1})  # fmt: skip
@@ -113,6 +114,17 @@ def test_several_rounds_are_in_flight_as_before_and_commit_in_order():
     assert [commit.round for commit in of(driven.merged(first), ev.Commit)] == [1, 2]
 
 
+def test_the_time_to_the_quorum_is_that_until_all_learners_were_as_far():
+    driven = Driven()
+    driven.report("us/0", 1)
+    begun = driven.engine.scheduler.in_flight[0].started
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    seconds = driven.now - begun
+    driven.contribute(pull, "eu/0", 2)
+    [line] = [log.fields for log in of(driven.merged(pull), ev.Log) if log.event == "merge"]
+    assert line["quorumSeconds"] == round(seconds, 6)
+
+
 def test_counters_are_those_of_the_tape():
     driven = Driven()
     driven.report("us/0", 1)
@@ -174,6 +186,8 @@ def test_the_global_step_is_announced_and_no_fragment_to_keep():
     _, decisions = committed_first()
     [announced] = of(decisions, ev.AnnounceFragments)
     assert (announced.step, announced.fragments, announced.learners) == (1, (), ("eu/0", "us/0"))
+    driven, _ = committed_first()
+    assert of(driven.handle(ev.Tick()), ev.AnnounceFragments) == [], "once"
 
 
 @pytest.mark.parametrize("how", ["dropped", "left"])
@@ -194,8 +208,73 @@ def test_a_member_that_cannot_deliver_is_waited_for_and_never_replaced(how):
     again = of(driven.decisions, ev.Pull)[-1]
     assert (again.round, again.learners) == (1, pull.learners)
     assert again.attempt > pull.attempt
-    events = {log.event for log in of(driven.decisions, ev.Log)}
-    assert "eject" not in events
+    lines = of(driven.decisions, ev.Log)
+    assert "eject" not in {line.event for line in lines}
+    refused = {"learner": "eu/0", "reason": "StreamBroken", "detail": "x", "step": 1}
+    found = [line.fields for line in lines if line.event == "refuse"]
+    assert found == ([refused] if how == "dropped" else [])
+
+
+def test_a_learner_that_leaves_costs_no_round_that_it_is_no_member_of():
+    driven = Driven()
+    driven.report("us/0", 1)
+    driven.report("eu/0", 2)
+    assert of(driven.handle(ev.Left(session=2, learner="us/0", reason="x")), ev.AbortMerge) == []
+    assert (
+        len(of(driven.handle(ev.Left(session=1, learner="eu/0", reason="x")), ev.AbortMerge)) == 1
+    )
+
+
+def of_a_peer(*, local_step):
+    """eu/0 took its optimizers' state from the checkpoint of us/0 of this local step and global step 2."""
+    plan = plan_of(EVENTS, TAPES, feedback=False)
+    plan.lives["eu/0", 0].peer = Peer(learner="us/0", local_step=local_step, step=2)
+    return Driven(learners=("us/0",), plan=plan)
+
+
+def test_a_process_that_took_its_state_from_a_peer_waits_until_that_has_made_the_checkpoint():
+    driven = of_a_peer(local_step=3)
+    driven.report("us/0", 2)
+    [close] = of(driven.hello("eu/0", 7), ev.Close)
+    assert (close.reason, close.detail) == (
+        "Unavailable",
+        "us/0 has not reached local step 3; connect again",
+    )
+    driven.report("us/0", 3)
+    [admit] = of(driven.hello("eu/0", 8), ev.Admit)
+    assert ([peer.learner for peer in admit.peers], admit.step) == (["us/0"], 2)
+
+
+def test_a_peer_that_is_not_connected_is_waited_for():
+    driven = of_a_peer(local_step=3)
+    driven.report("us/0", 3)
+    driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
+    assert of(driven.hello("eu/0", 7), ev.Admit) == []
+    driven.hello("us/0", 2, fresh=False)
+    assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
+
+
+def test_an_upload_that_the_syncer_cannot_receive_is_asked_for_again():
+    driven = Driven()
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    [begin] = of(driven.contribute(pull, "eu/0", 2), ev.BeginMerge)
+    failed = ev.Failed(decision=begin, reason="MemoryError", learner="eu/0")
+    [abort] = of(driven.handle(failed), ev.AbortMerge)
+    assert (abort.round, abort.attempt, abort.reason) == (1, pull.attempt, "MemoryError")
+    assert driven.engine.scheduler.in_flight[0].retry_at == driven.now + RETRY_SECONDS
+    assert pulls(driven.handle(ev.Tick(), seconds=1.0)) == [(1, ("eu/0",))]
+
+
+def test_a_round_that_is_due_again_now_has_no_deadline():
+    driven = Driven()
+    driven.report("us/0", 1)
+    driven.report("eu/0", 2)
+    driven.handle(ev.Dropped(learner="eu/0", round=1, attempt=1, reason="StreamBroken", detail="x"))
+    scheduler = driven.engine.scheduler
+    retry_at = scheduler.in_flight[0].retry_at
+    assert scheduler.deadlines(driven.now) == [retry_at]
+    assert scheduler.deadlines(retry_at) == []
 
 
 def test_a_process_that_the_tape_does_not_have_is_refused():
@@ -205,6 +284,13 @@ def test_a_process_that_the_tape_does_not_have_is_refused():
         "Config",
         "the tape has no process of eu/0 after 3 restarts",
     )
+
+
+def test_a_process_may_continue_its_session_with_a_syncer_that_has_not_met_it():
+    driven = Driven(learners=("us/0",))
+    found = driven.hello("eu/0", 2, fresh=False)
+    assert len(of(found, ev.Admit)) == 1
+    assert of(found, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
 
 
 def test_a_process_begins_with_the_counters_of_the_tape_and_asks_no_peer():

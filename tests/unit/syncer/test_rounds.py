@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.events import ConfirmedNorm, Merged
+from diloco_syncer.core.events import ConfirmedNorm, Merged, Progress
 from diloco_syncer.core.rounds import (
     MAX_RETRY_SECONDS,
     RETRY_SECONDS,
@@ -38,8 +38,12 @@ def pulled(*names, now=100.0):
     return round_
 
 
+def progress(learner, received_bytes, **changes):
+    return Progress(learner=learner, round=7, attempt=1, received_bytes=received_bytes, **changes)
+
+
 def delivers(round_, learner, *, waiting=False, done=False, now=100.0):
-    round_.progressed(learner, 0, waiting=waiting, done=done, now=now)
+    round_.progressed(progress(learner, 0, waiting=waiting, done=done), now)
 
 
 @pytest.mark.parametrize(
@@ -278,9 +282,7 @@ def test_members_are_late_by_what_they_need_themselves_beyond_most_others_and_ta
             round_.contributed(contribution(name), 100.0 + seconds / 2)
         round_.merge(120.0)
         for name, seconds in zip("abcd", own, strict=False):
-            round_.progressed(
-                name, 9, waiting=False, done=True, now=200.0, awaited=seconds / 2
-            )  # fmt: skip
+            round_.progressed(progress(name, 9, done=True, awaited_seconds=seconds / 2), 200.0)
         round_.update_hold(200.0, quorum=quorum)
         return round_.late_seconds(window)
 
@@ -296,23 +298,23 @@ def test_members_are_late_by_what_they_need_themselves_beyond_most_others_and_ta
 def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():
     upload = UploadProgress.begin(100.0)
     assert (upload.begun, upload.deadline) == (100.0, 100.0 + START_SECONDS)
-    upload.progressed(4 * RATE, waiting=False, done=False, now=110.0)
+    upload.progressed(progress("a", 4 * RATE), 110.0)
     assert upload.deadline == 104.0 + START_SECONDS
-    upload.progressed(5 * RATE, waiting=False, done=False, now=110.0)
+    upload.progressed(progress("a", 5 * RATE), 110.0)
     assert upload.deadline == 105.0 + START_SECONDS, "only what is new counts"
-    upload.progressed(10**9, waiting=False, done=False, now=111.0)
+    upload.progressed(progress("a", 10**9), 111.0)
     assert upload.deadline == 111.0 + START_SECONDS
     assert upload.received_bytes == 10**9
 
 
 def test_an_older_state_of_an_upload_is_ignored_and_an_equal_one_is_not():
     upload = UploadProgress.begin(100.0)
-    upload.progressed(1000, waiting=False, done=False, now=101.0)
-    upload.progressed(999, waiting=True, done=True, now=102.0)
+    upload.progressed(progress("a", 1000), 101.0)
+    upload.progressed(progress("a", 999, waiting=True, done=True), 102.0)
     assert (upload.received_bytes, upload.pending) == (1000, True)
-    upload.progressed(1000, waiting=True, done=False, now=102.0)
+    upload.progressed(progress("a", 1000, waiting=True), 102.0)
     assert upload.waiting
-    upload.progressed(1000, waiting=False, done=True, now=102.0)
+    upload.progressed(progress("a", 1000, done=True), 102.0)
     assert (upload.waiting, upload.done, upload.pending) == (False, True, False)
 
 
@@ -320,7 +322,7 @@ def test_an_older_state_of_an_upload_is_ignored_and_an_equal_one_is_not():
 def test_time_during_which_a_member_waited_for_others_is_not_its_own(before):
     upload = UploadProgress.begin(100.0)
     upload.waiting = before
-    upload.progressed(0, waiting=not before, done=False, now=120.0)
+    upload.progressed(progress("a", 0, waiting=not before), 120.0)
     assert upload.deadline == 120.0 + START_SECONDS
 
 
@@ -328,7 +330,7 @@ def test_a_deadline_never_moves_back():
     upload = UploadProgress.begin(100.0)
     upload.resume(90.0)
     assert upload.deadline == 100.0 + START_SECONDS
-    upload.progressed(5, waiting=False, done=False, now=50.0)
+    upload.progressed(progress("a", 5), 50.0)
     assert upload.deadline == 100.0 + START_SECONDS
 
 
@@ -382,6 +384,14 @@ def test_a_member_that_is_removed_is_no_longer_pending():
     assert round_.pending == 1
 
 
+def test_what_a_member_that_is_removed_has_contributed_is_not_merged():
+    round_ = pulled("a", "b", "c")
+    for name in "abc":
+        round_.contributed(contribution(name), 100.0)
+    round_.remove("b")
+    assert [c.learner for c in round_.by_name()] == ["a", "c"]
+
+
 def test_what_the_others_lose_with_a_member_is_their_wait_for_it():
     round_ = pulled("a", "b", now=100.0)
     assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0, "no other member waits for it yet"
@@ -404,12 +414,12 @@ def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
 def test_a_member_that_delivers_again_may_be_the_first_that_can_be_late():
     round_ = pulled("a", "b")
     delivers(round_, "a", waiting=True)
-    round_.progressed("b", 20 * RATE, waiting=False, done=False, now=120.0)
+    round_.progressed(progress("b", 20 * RATE), 120.0)
     assert round_.next_deadline(5.0, 0.0, 120.0) == 120.0 + START_SECONDS
     round_.members["a"].deadline = 125.0
-    round_.progressed("a", 0, waiting=True, done=False, now=90.0)
+    round_.progressed(progress("a", 0, waiting=True), 90.0)
     assert round_.next_deadline(5.0, 0.0, 120.0) == 120.0 + START_SECONDS, "it waits"
-    round_.progressed("a", 0, waiting=False, done=False, now=90.0)
+    round_.progressed(progress("a", 0), 90.0)
     assert round_.next_deadline(5.0, 0.0, 120.0) == 125.0
 
 
@@ -491,7 +501,7 @@ def test_members_that_are_fewer_than_the_quorum_are_late_by_what_they_need_beyon
     round_ = pulled("a", now=100.0)
     round_.contributed(contribution("a"), 100.0)
     round_.merge(100.0)
-    round_.progressed("a", 1, waiting=False, done=True, now=102.0, awaited=2.0)
+    round_.progressed(progress("a", 1, done=True, awaited_seconds=2.0), 102.0)
     round_.update_hold(102.0, quorum=2)
     assert round_.late_seconds(0.5) == {"a": 1.5}
 

@@ -8,7 +8,16 @@ import zlib
 import pytest
 
 from diloco_testing.learners.control_area import ControlArea, board
-from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Places, Plan, board_bytes
+from diloco_worker.core.agreement import (
+    HOME,
+    PLANS,
+    TEXT_CHARACTERS,
+    Board,
+    FirstRank,
+    Places,
+    Plan,
+    board_bytes,
+)
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.rooms import Devices, Rooms
 
@@ -79,6 +88,14 @@ def test_a_plan_of_exactly_the_room_reaches_the_board_of_another_machine():
     assert len(record) == room
     there.take(record)
     assert there.plan(7) == here.plan(7)
+
+
+def test_a_plan_that_is_a_byte_too_long_has_the_begin_of_its_sentence():
+    here = board(ranks=2, fragments=1)
+    taken = len(here.publish(Plan(boundary=7, link_state=LinkState(text=""))))
+    room = (board_bytes(ranks=2, fragments=1) - board_bytes(ranks=2, fragments=0)) // PLANS + 32768
+    here.publish(Plan(boundary=7, link_state=LinkState(text="x" * (room - taken + 1))))
+    assert here.plan(7).link_state.text == "x" * TEXT_CHARACTERS + "…"
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 32])

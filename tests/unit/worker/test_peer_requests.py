@@ -27,7 +27,7 @@ def test_before_it_begins_none_is_asked_and_nothing_is_known():
     assert recovery.stop() == []
     assert recovery.proceed(step=1, run="r", now=1e6) == []
     assert recovery.answered(ev.PeerAnswered(number=0, state=STATE), step=1, run="r", now=0.0) == []
-    assert recovery.source is None
+    assert (recovery.source, recovery.seconds) == (None, 0.0)
 
 
 def test_a_session_without_peers_does_not_forget_those_of_an_earlier_one():
@@ -44,6 +44,11 @@ def test_what_is_offered_after_it_began_does_not_count():
     recovery.offered([B, C])
     assert recovery.answered(ev.PeerAnswered(number=1, error="x"), step=10, run="r", now=0.0) == []
     assert not recovery.pending
+
+
+def test_that_there_is_no_peer_to_ask_is_stated_once_the_job_has_made_a_step():
+    assert begun(step=0)[0].why == ""
+    assert begun(step=1)[0].why == "the syncer named no learner to ask"
 
 
 def test_it_begins_once():
@@ -91,6 +96,7 @@ def test_a_request_is_abandoned_after_more_than_h_steps_and_more_than_a_minute()
     assert dropped == ev.DropPeer(number=1)
     assert asked == ev.AskPeer(number=2, peer=B, step=10 + H + 1, run="s")
     assert recovery.why == "eu/0: no complete answer within 5 global steps and 62 s"
+    assert recovery.seconds == LEAST_SECONDS + 2
 
 
 def test_a_standstill_is_counted_from_the_newest_step():

@@ -60,6 +60,13 @@ def test_a_fragment_is_copied_again_only_when_its_earlier_copy_is_merged():
     assert made.boundary(5).open == [1]
 
 
+def test_a_step_states_what_it_waits_for():
+    made = replay()
+    made.observe(link(0))
+    assert made.waits(5) == "local step 5 waits for the merge of step 1"
+    assert made.waits(3) == "local step 3 waits for fragment 1 of step 1"
+
+
 def test_the_program_sees_the_global_steps_of_the_tape():
     made = replay()
     made.observe(link(40, complete=True))

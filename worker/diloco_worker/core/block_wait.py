@@ -33,7 +33,7 @@ class BlockWait:
         self._core, self._name, self._timeout_seconds = core, name, timeout_seconds
         self._since: float | None = None
         """Since when the loop waits; None: it does not."""
-        self._progress_at = 0.0
+        self._progress_at: float
 
     def take(self, data: Data) -> int | None:
         """

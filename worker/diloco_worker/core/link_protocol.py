@@ -75,7 +75,7 @@ class LinkProtocol:
             text=f"waiting for the syncer at {syncer}", versions=[slot.inbox for slot in slots]
         )
         self._welcome: ev.Welcomed | None = None
-        self._welcomed_at = 0.0
+        self._welcomed_at: float
         self._ready = False
         self._missing: set[int] = set()
         """Parts of the initial model that are not placed yet."""
@@ -89,7 +89,7 @@ class LinkProtocol:
         """Fragments that must not be offered, and since when."""
         self.late = ""
         """Some of them for long, in one sentence; empty: none."""
-        self._last_sent_at = 0.0
+        self._last_sent_at: float
         self._connect_at: float | None = None
         """When to open the next session if there is no Welcome until then."""
         self._ended = False

@@ -30,13 +30,13 @@ class PeerRecovery:
         self._interval = interval
         self._peers: list[ev.PeerAddress] = []
         self._asked: ev.AskPeer | None = None
-        self._asked_at = 0.0
-        self._step = 0
-        self._step_at = 0.0
+        self._asked_at: float
+        self._step: int
+        self._step_at: float
         """The newest global step, and when it was first seen."""
         self._number = 0
         self._begun = False
-        self._begun_at = 0.0
+        self._begun_at: float
         self.source: ev.PeerState | None = None
         """What has arrived; None: nothing."""
         self.why = ""

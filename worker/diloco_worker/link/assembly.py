@@ -85,17 +85,17 @@ class Assembly:
     ) -> None:
         self._wanted, self._acquire, self._release = wanted, acquire, release
         self._header: bulk.DownloadHeader | None = None
-        self._trailer: bulk.DownloadTrailer | None = None
-        self._intact = True
+        self._trailer: bulk.DownloadTrailer | None
+        self._intact: bool
         """No message of this stream was damaged."""
-        self._newer = False
+        self._newer: bool
         """This stream brings a newer version than the one before."""
         self.arrived = 0
         """Chunks, each counted once per version."""
         self._repeats = 0
         self._arrivals: frames.Arrivals | None = None
         self._buffer: U8 | None = None
-        self._size_bytes = 0
+        self._size_bytes: int
 
     def __str__(self) -> str:
         wanted = self._wanted

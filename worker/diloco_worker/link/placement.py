@@ -36,7 +36,7 @@ class Placement:
         self._memory, self._buffers = memory, buffers
         self._down = spec.wire_down
         self._staged: dict[int, Payloads] = {}
-        self._tickets = itertools.count(1)
+        self._tickets = itertools.count()
 
     def begin(self, request: ev.Download, identity: Identity) -> Assembly:
         """The assembly of a download."""
