@@ -1,7 +1,7 @@
 """
 What a kill every ten seconds costs a run: `python benchmarks/bench_chaos.py [--quick]`.
 
-`diloco chaos` of eight small learners, of which one is killed every ten seconds on average, now and then the syncer.
+`diloco chaos` of eight small learners, of which one is killed every ten seconds on average, and the syncer less often.
 Then `diloco run` of the same job without faults, with as many steps as give the same number of merged tokens: those
 of the members of all merges, per fragment. Goals: it ends at T, the audit passes, and its validation loss is at most
 1 % above the other. The steps of learners are mostly rest (`slowdown`), so that two cores are enough for eight.

@@ -68,8 +68,7 @@ class Bounds:
         self._most_streams = most.learners * (4 * most.overlap + 8)
         merges = WINDOW_SECONDS * most.merges_per_second
         self._most_lines = int(
-            LINES_PER_LEARNER * (most.learners + 1)
-            + LINES_PER_MERGE * merges * (1 + most.learners)
+            LINES_PER_LEARNER * (most.learners + 1) + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
         self._requested: dict[str, Mapping[int, int]] = {}
