@@ -211,8 +211,8 @@ def run(
         StorageError: the directory cannot be written.
         UnavailableError: the job cannot be read.
     """
-    console = console or console_on(sys.stdout)
     refuse(wanted)
+    console = console or console_on(sys.stdout)
     quick = Retries(attempts=1, stall_seconds=STALL_SECONDS)
     chaos = _Chaos(
         remote=replace(remote, retries=quick, most_bytes=MAX_BYTES), wanted=wanted,

@@ -143,7 +143,9 @@ def _usable(pods: tuple[Pod, ...], size: int) -> tuple[tuple[Pod, ...], str]:
 
 def _pod(entry: Object) -> Pod:
     metadata, status = entry["metadata"], entry.get("status") or {}
-    main: Object = next((s for s in status.get("containerStatuses") or () if s.get("name") == MAIN), {})
+    main: Object = next(
+        (s for s in status.get("containerStatuses") or () if s.get("name") == MAIN), {}
+    )
     conditions = {c.get("type"): c.get("status") for c in status.get("conditions") or ()}
     problem = ""
     if "deletionTimestamp" in metadata:

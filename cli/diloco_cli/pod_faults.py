@@ -232,6 +232,8 @@ class _Part:
             self.stage = Stage.ACTIVE
         if self.stage is Stage.BEGINNING:
             text = self._errors.decode(errors="replace").strip().splitlines()
+            # What kubectl adds to what the container wrote says nothing.
+            text = [line for line in text if not line.startswith("command terminated with")]
             self._fail(text[-1] if text else f"kubectl exited with {code} and no reply")
         elif self.stage is Stage.ACTIVE:
             self.stage = Stage.OVER

@@ -104,6 +104,8 @@ def targets(uid: str) -> tuple[list[Process], set[bytes]]:
         RefusedError: it cannot be told from other processes.
     """
     here, found = place(os.getpid()), processes()
+    if not uid:
+        raise RefusedError("the UID of its pod is not known")
     if not here:
         raise RefusedError("the namespaces of its processes cannot be read")
     own = f"{UID.decode()}{uid}".encode()

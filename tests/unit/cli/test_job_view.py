@@ -94,7 +94,9 @@ def test_the_syncer_is_disturbed_in_the_pod_that_runs():
 
 
 def test_pods_of_other_jobs_and_roles_are_no_learners():
-    found = view(job(), [pod("a-eu-b-0"), pod("a-evaluator-0", role="evaluator"), pod("a-x-0", "x")])
+    found = view(
+        job(), [pod("a-eu-b-0"), pod("a-evaluator-0", role="evaluator"), pod("a-x-0", "x")]
+    )
     assert (found.here, found.pods, found.syncer) == ((), {}, ())
 
 
