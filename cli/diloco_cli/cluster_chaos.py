@@ -38,9 +38,9 @@ from diloco_local.run_directory import RunDir
 
 TURN_SECONDS = 0.25
 READ_SECONDS = 5.0
-"""Between two looks at the job while no fault is due."""
+"""Between two reads of the job while no fault is due."""
 FRESH_SECONDS = 1.5
-"""A fault begins after a look that is not older."""
+"""A fault begins after a read that is not older."""
 STALL_SECONDS = 10.0
 """For one reply of the API server."""
 GIVE_UP_SECONDS = 300.0
@@ -359,7 +359,7 @@ class _Chaos:
         )
 
     def outlook(self, *, interrupted: bool) -> str:
-        """How the job goes on."""
+        """How the job continues."""
         name, end = self.remote.name, self.found.end
         if end:
             about = f": {self.found.message}" if self.found.message else ""
@@ -482,7 +482,7 @@ class _Chaos:
         )
 
     def _read(self, age: float) -> None:
-        """Look at the job, unless the last look is not older than `age` seconds."""
+        """Read the job, unless the last read is not older than `age` seconds."""
         if time.monotonic() - self._read_at < age:
             return
         try:

@@ -48,7 +48,7 @@ class View:
     training: frozenset[str]
     """Of other clusters, as many as the syncer reports; which ones they are is not known."""
     end: str
-    """Complete | Failed | Suspended; "": it goes on."""
+    """Complete | Failed | Suspended; "": it continues."""
     message: str
     """Of the condition `end`."""
     restart_limit: int | None

@@ -132,7 +132,7 @@ class Disturbance:
         return Stage.OVER
 
     def release(self) -> None:
-        """Undo it; `poll` tells when that is done."""
+        """Undo it; `poll` reports when that is done."""
         self._ended_by = min(self._ended_by, time.monotonic() + END_SECONDS)
         for part in self._parts:
             part.release()
@@ -232,7 +232,7 @@ class _Part:
             self.stage = Stage.ACTIVE
         if self.stage is Stage.BEGINNING:
             text = self._errors.decode(errors="replace").strip().splitlines()
-            # What kubectl adds to what the container wrote says nothing.
+            # What kubectl adds to what the container wrote is no reason.
             text = [line for line in text if not line.startswith("command terminated with")]
             self._fail(text[-1] if text else f"kubectl exited with {code} and no reply")
         elif self.stage is Stage.ACTIVE:

@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 class Process(NamedTuple):
-    """A process; its start, in ticks, tells it from a later one with the same pid."""
+    """A process; its start, in ticks, distinguishes it from a later one with the same pid."""
 
     pid: int
     parent: int
@@ -101,7 +101,7 @@ def targets(uid: str) -> tuple[list[Process], set[bytes]]:
     The program of this container with its helpers, and their marks; none while it does not run.
 
     Raises:
-        RefusedError: it cannot be told from other processes.
+        RefusedError: it cannot be distinguished from other processes.
     """
     here, found = place(os.getpid()), processes()
     if not uid:
@@ -155,8 +155,8 @@ def send(target: Process, number: signal.Signals) -> None:
             os.kill(target.pid, number)
 
 
-def say(**fields: object) -> None:
-    """Report, unless nobody listens any more."""
+def report(**fields: object) -> None:
+    """Report to the sender, unless its connection has ended."""
     with contextlib.suppress(OSError):
         os.write(1, json.dumps(fields).encode() + b"\n")
 
@@ -182,7 +182,7 @@ def kill(uid: str) -> None:
         for pid in forked:
             send(now[pid], signal.SIGKILL)
         time.sleep(0.005)
-    say(begun=len(found))
+    report(begun=len(found))
 
 
 def input_ends(seconds: float) -> bool:
@@ -275,16 +275,16 @@ def pause(uid: str, seconds: float) -> None:
             found, now = targets(uid)
             return found if now == marks else []
 
-        say(begun=held.stop(same))
+        report(begun=held.stop(same))
         input_ends(seconds)
-    say(ended=True)
+    report(ended=True)
 
 
 def slow(uid: str, seconds: float, share: float) -> None:
     """Stop the program and its helpers for this part of each second."""
     count, until = len(some(uid)[0]), time.monotonic() + seconds
     with stopped(seconds) as held:
-        say(begun=count)
+        report(begun=count)
         while (left := until - time.monotonic()) > 0:
             # Of the wall clock, so that the pods of a learner are stopped at the same time.
             phase = time.time() % 1.0  # noqa: TID251
@@ -293,7 +293,7 @@ def slow(uid: str, seconds: float, share: float) -> None:
             if input_ends(min(left, (share if phase < share else 1.0) - phase)):
                 break
             held.resume()
-    say(ended=True)
+    report(ended=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -308,7 +308,7 @@ def main(arguments: list[str]) -> int:
         uid, kind, *numbers = arguments
         {"kill": kill, "pause": pause, "slow": slow}[kind](uid, *map(float, numbers))  # type: ignore[operator]
     except RefusedError as error:
-        say(refused=str(error))
+        report(refused=str(error))
         return 1
     return 0
 

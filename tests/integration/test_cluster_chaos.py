@@ -53,7 +53,7 @@ def state_of(pid):
 
 
 class Cluster:
-    """Two learners and a syncer: an agent of each on this machine, and what kubectl says of them."""
+    """Two learners and a syncer: an agent of each on this machine, and what kubectl shows of them."""
 
     def __init__(self, folder):
         self.folder = folder / "cluster"
@@ -71,7 +71,7 @@ class Cluster:
         self.show()
 
     def show(self, *, ready=True, **job):
-        """What the API server says from now on."""
+        """What the API server shows from now on."""
         body = {**JOB, **job}
         pods = [
             listed(name, "syncer" if "syncer" in name else "learner", ready=ready)
@@ -188,10 +188,10 @@ def test_a_stopped_learner_continues_however_the_command_ends(cluster, kind, end
         return
     assert process.returncode == (1 if end == "job" else 130)
     assert f"faults: 1 (seed 1): 1 {kind}" in out
-    said = "job a: Failed at step 9: learners failed" if end == "job" else (
+    outlook = "job a: Failed at step 9: learners failed" if end == "job" else (
         "all faults are undone; job a continues without them in the cluster"
     )  # fmt: skip
-    assert said in out
+    assert outlook in out
     assert "no reply" not in out
 
 

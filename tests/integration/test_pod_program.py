@@ -64,14 +64,14 @@ def container(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    one, two = (
+    own, other = (
         Pod(folder, HELPERS + CHILD, environment={"DILOCO_POD_UID": f"uid-{folder.name}"})
         for folder in folders
     )
-    with one, two, subprocess.Popen(["sleep", "600"]) as stranger:
+    with own, other, subprocess.Popen(["sleep", "600"]) as stranger:
         try:
-            others = Container(two, [])
-            yield Container(one, [two.process.pid, *others.program(), stranger.pid])
+            others = Container(other, [])
+            yield Container(own, [other.process.pid, *others.program(), stranger.pid])
         finally:
             stranger.kill()
 
