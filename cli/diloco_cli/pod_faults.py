@@ -163,7 +163,7 @@ class _Part:
     def __init__(self, command: Sequence[str], text: bytes, *, replies: bool) -> None:
         """`replies`: whether it replies as `pod_program` does; else, exit status 0 is its reply."""
         self.stage, self.reason, self.confirmed = Stage.BEGINNING, "", False
-        self._replies = replies
+        self._replies, self._unsent = replies, text
         self._output, self._errors = bytearray(), bytearray()
         self._process = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -172,15 +172,13 @@ class _Part:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
-        if self._process.stdin is not None and text:
-            # It fits into the pipe: kubectl need not read it yet.
-            with contextlib.suppress(OSError):
-                os.write(self._process.stdin.fileno(), text)
+        self._send()
 
     def poll(self) -> Stage:
         if self._process.returncode is None:
             # First: what it wrote before it exited is in the pipe then.
             code = self._process.poll()
+            self._send()
             self._read()
             if code is not None:
                 self._exited(code)
@@ -197,6 +195,17 @@ class _Part:
             self._process.kill()
             self._process.wait()
         self._close()
+
+    def _send(self) -> None:
+        """As much of the program as the pipe takes: all of it, unless pipes are small here."""
+        pipe = self._process.stdin
+        while self._unsent and pipe is not None and not pipe.closed:
+            try:
+                self._unsent = self._unsent[os.write(pipe.fileno(), self._unsent) :]
+            except BlockingIOError:
+                return
+            except OSError:  # kubectl ended: its exit is the reason
+                self._unsent = b""
 
     def _read(self) -> None:
         _drain(self._process.stdout, self._output)

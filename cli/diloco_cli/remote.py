@@ -397,7 +397,9 @@ def _fetch_steps(job: RemoteJob, run: RunDir, spec: Mapping[str, Any]) -> list[s
     ]
     missing = []
     if absent := [names.learner_name(*key) for key in wanted if key not in running]:
-        missing.append(f"no running pod in this cluster, so no steps.jsonl: {_some(absent)}")
+        missing.append(
+            f"no running pod in this cluster, so steps.jsonl is not fetched: {_some(absent)}"
+        )
     for (region, index), pod in running.items():
         name = names.learner_name(region, index)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco_testing.kubernetes.kubectl import make_kubectl, make_state
+from diloco_testing.kubernetes.kubectl import line, make_kubectl, make_state
 from diloco_testing.local.container import Pod
 from diloco_testing.local.fake_run import until
 
@@ -66,16 +66,20 @@ class Cluster:
             own = folder / name
             own.mkdir()
             (self.folder / f"pod-{name}").mkdir(exist_ok=True)
+            steps = "".join(line(100 + step) + "\n" for step in range(3))
+            (self.folder / f"pod-{name}/steps.jsonl").write_text(steps)
             given = {"DILOCO_POD_UID": f"uid-{name}", "DILOCO_POD": name.replace("-x", "-0")}
             self.pods[name] = Pod(own, role=role, environment=given)
         self.show()
 
-    def show(self, *, ready=True, **job):
-        """What the API server shows from now on."""
+    def show(self, *roles, ready=True, **job):
+        """What the API server shows from now on: the pods of these roles, by default all."""
         body = {**JOB, **job}
         pods = [
-            listed(name, "syncer" if "syncer" in name else "learner", ready=ready)
+            listed(name, role, ready=ready)
             for name in self.pods
+            if (role := "syncer" if "syncer" in name else "learner")
+            in (roles or ("syncer", "learner"))
         ]
         for name, text in (
             ("job.json", json.dumps(body)), ("job.yaml", yaml.safe_dump(body)),
@@ -84,9 +88,11 @@ class Cluster:
             (self.folder / f"{name}.new").write_text(text)
             (self.folder / f"{name}.new").rename(self.folder / name)
 
-    def end(self, kind, message=""):
+    def end(self, kind, message="", *roles):
         condition = {"type": kind, "status": "True", "message": message}
-        self.show(status={**JOB["status"], "state": kind, "step": 9, "conditions": [condition]})
+        self.show(
+            *roles, status={**JOB["status"], "state": kind, "step": 9, "conditions": [condition]}
+        )
 
     def pid(self, name, start=0):
         return self.pods[name].pid(start)
@@ -139,7 +145,11 @@ def test_killed_learners_and_syncers_are_restarted_by_their_agents(cluster):
             lambda: {e["fault"] for e in cluster.events() if e["event"] == "begin"} == set(kinds),
             "both kinds of kills", seconds=90,
         )  # fmt: skip
-        cluster.end("Complete")
+        copies = [cluster.run / f"learners/eu-{index}/steps.jsonl" for index in (0, 1)]
+        until(lambda: all(copy.exists() for copy in copies), "copies of steps", seconds=90)
+        cluster.end(
+            "Complete", "", "syncer"
+        )  # as the operator does, the learners' pods are removed
         out = ended(process)
     begun = [e for e in cluster.events() if e["event"] == "begin"]
     for event in begun:
@@ -151,6 +161,8 @@ def test_killed_learners_and_syncers_are_restarted_by_their_agents(cluster):
     assert "job a: Complete at step 9" in out
     assert f"faults: {len(begun)} (seed 1)" in out
     assert "audit: " in out
+    assert "the pods of eu/0, eu/1 are gone, and their last steps" in out
+    assert all(len(copy.read_text().splitlines()) == 3 for copy in copies)
     assert (cluster.run / "report.html").exists()
     assert (cluster.run / "spec.json").exists(), "the files of the job are fetched"
     log = cluster.log.read_text()

@@ -168,6 +168,17 @@ def test_a_fault_that_would_disturb_too_much_is_skipped_with_the_reason():
     assert skip.reason == "its time was over before it could begin"
 
 
+def test_the_target_of_a_fault_that_is_withdrawn_counts_as_undisturbed():
+    schedule = Schedule.of([fault(n, Kind.PAUSE, "eu/0", n, 9) for n in (1, 2, 3)], spare=2)
+    [begin] = schedule.step(1, training=ALL, serves=True)
+    [skip] = schedule.step(2, training=ALL, serves=True)
+    assert skip.reason == "eu/0 is still disturbed"
+    schedule.withdraw(begin.fault)
+    assert schedule.stopped(0.0) == frozenset()
+    assert [type(d) for d in schedule.step(3, training=ALL, serves=True)] == [Begin]
+    assert [end.fault.number for end in schedule.close()] == [3]
+
+
 def test_a_slow_learner_is_stopped_at_the_beginning_of_each_second_and_a_paused_one_always():
     faults = [fault(1, Kind.SLOW, "eu/0", 0, 9, amount=0.7), fault(2, Kind.PAUSE, "eu/1", 0, 9)]
     schedule = Schedule.of(faults, spare=1)
