@@ -8,7 +8,6 @@ of it; only the faults run beside it (`pod_faults`).
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
@@ -27,7 +26,8 @@ from diloco.runtime.signals import handled
 from diloco_cli.job_view import View, view
 from diloco_cli.pod_faults import Disturbance, Stage
 from diloco_cli.pod_files import Retries, is_permanent
-from diloco_cli.remote import RemoteJob, adopt, fetch_run, fetch_steps
+from diloco_cli.remote import RemoteJob, adopt, fetch_run
+from diloco_cli.step_copies import StepCopies
 from diloco_local.chaos.fault_plan import CLUSTER_RATES, Options, lines, plan
 from diloco_local.chaos.fault_schedule import Begin, Decision, End, Skip
 from diloco_local.chaos.injection import Injection
@@ -265,6 +265,7 @@ def check_rights(remote: RemoteJob, namespace: str, wanted: Wanted) -> None:
 
 def _finish(remote: RemoteJob, directory: Path, chaos: _Chaos) -> int:
     code = EXIT_FAILED if chaos.found.end == "Failed" else EXIT_DONE
+    chaos.keep_steps()
     try:
         for missing in fetch_run(remote, directory):
             chaos.note(missing)
@@ -298,10 +299,15 @@ class _Chaos:
     _read_at: float = 0.0
     _failing_since: float | None = None
     _shown_at: float = 0.0
+    _copies: StepCopies = field(init=False)
     _copied: dict[str, float] = field(default_factory=dict)
     """Learner → when its steps were copied last, or that was tried."""
     _over: str = ""
     """Why no more faults are injected."""
+
+    def __post_init__(self) -> None:
+        """Nothing is copied yet."""
+        self._copies = StepCopies(self.run)
 
     def inject(self, first: View, quorum: int) -> None:
         """Until the plan or the job ends."""
@@ -514,11 +520,19 @@ class _Chaos:
         if oldest is None or now - self._copied.get(oldest, -STEPS_SECONDS) < STEPS_SECONDS:
             return
         self._copied[oldest] = now
-        # The next copy, or the last, succeeds; a message would only disturb.
-        with contextlib.suppress(UnavailableError):
-            brief = Retries(attempts=1, stall_seconds=QUIET_SECONDS, chunk_seconds=STALL_SECONDS)
-            job = replace(self.remote, retries=brief, announce=lambda _: None)
-            fetch_steps(job, self.run, oldest, self.found.pods[oldest][0].name)
+        self._copies.copy(self._brief(), oldest, self.found.pods[oldest][0])
+
+    def keep_steps(self) -> None:
+        """Copy the steps of learners in new pods: the last copy would replace what earlier pods wrote."""
+        for name in self.found.here:
+            pods, problem = self.found.targets(name)
+            if not problem and self._copies.is_new(name, pods[0]):
+                self._copies.copy(self._brief(), name, pods[0])
+
+    def _brief(self) -> RemoteJob:
+        """The next copy, or the last, succeeds; neither retries nor messages are worth it."""
+        brief = Retries(attempts=1, stall_seconds=QUIET_SECONDS, chunk_seconds=STALL_SECONDS)
+        return replace(self.remote, retries=brief, announce=lambda _: None)
 
 
 def _quorum(job: Mapping[str, Any]) -> int:
