@@ -49,7 +49,7 @@ MAX_BYTES = 256 << 20
 """Of one reply of the API server."""
 SHOW_SECONDS = 30.0
 """Between two lines of progress."""
-STEPS_SECONDS = 30.0
+STEPS_SECONDS = 15.0
 """Between two copies of a learner's steps: when the job is complete, its pods are gone."""
 QUIET_SECONDS = 5.0
 """Before the next fault, for such a copy."""
@@ -379,8 +379,8 @@ class _Chaos:
         if not self.found.end or not gone:
             return ""
         return (
-            f"the pods of {_some(gone)} are gone, and their last steps, of at most about {STEPS_SECONDS:g} s, with "
-            "them: the goodput is a little too low; runPolicy.cleanupPolicy None keeps the pods"
+            f"the pods of {_some(gone)} are gone, and with them up to about {STEPS_SECONDS:g} s of their last steps: "
+            "in a short run, the goodput is too low; runPolicy.cleanupPolicy None keeps the pods"
         )
 
     def note(self, text: str) -> None:
