@@ -76,9 +76,10 @@ def chaos(
         bool, typer.Option("--dry-run", help="Print the plan, and run nothing.")
     ] = False,
 ) -> None:
-    """Run a job on this machine and inject faults, or inject them into a job in a cluster.
+    """Inject faults into a run, or into a job in a cluster.
 
-    With --job, kill, syncer-kill, pause, slow and delete are possible, and the files of the job are fetched at the end.
+    With FILE, the job runs on this machine as with run. With --job, kill, syncer-kill, pause, slow and delete are
+    possible, and the files of the job are fetched at the end.
 
     Rates are faults per minute of all learners together, from 0 to 60. Kinds without a rate do not occur; without any
     rate, all kinds do.

@@ -267,13 +267,12 @@ def _finish(remote: RemoteJob, directory: Path, chaos: _Chaos) -> int:
     code = EXIT_FAILED if chaos.found.end == "Failed" else EXIT_DONE
     chaos.keep_steps()
     try:
-        for missing in fetch_run(remote, directory):
-            chaos.note(missing)
+        missing = fetch_run(remote, directory)
     except (UnavailableError, ConfigError) as error:
         chaos.note(f"{error}\nwhen it can be reached, fetch with: {_logs(remote, directory)}")
         return EXIT_FAILED
-    if late := chaos.late_steps():
-        chaos.note(late)
+    for line in (*missing, *([chaos.late_steps] if missing and chaos.late_steps else [])):
+        chaos.note(line)
     code = conclude(directory, code, chaos.uncounted, chaos.console)
     from diloco_local.report.page import write_report
 
@@ -373,14 +372,14 @@ class _Chaos:
         why = "" if interrupted or not self._over else f"{self._over}: "
         return f"{why}all faults are undone; job {name} continues without them in the cluster"
 
+    @property
     def late_steps(self) -> str:
-        """What the copies of steps lack because pods were gone at the end; "": nothing."""
-        gone = [name for name in self._copied if name not in self.found.pods]
-        if not self.found.end or not gone:
+        """What the copies of steps lack where the pods were gone at the end; "": nothing is known to be missing."""
+        if not self.found.end or not self._copied:
             return ""
         return (
-            f"the pods of {_some(gone)} are gone, and with them up to about {STEPS_SECONDS:g} s of their last steps: "
-            "in a short run, the goodput is too low; runPolicy.cleanupPolicy None keeps the pods"
+            f"of learners whose pods are gone, up to about {STEPS_SECONDS:g} s of the last steps are missing: in a "
+            "short run, the goodput is too low; runPolicy.cleanupPolicy None keeps the pods"
         )
 
     def note(self, text: str) -> None:
