@@ -68,6 +68,8 @@ class RemoteJob:
     kubectl: str = "kubectl"
     retries: Retries = field(default_factory=Retries)
     patience: Patience = field(default_factory=Patience)
+    most_bytes: int | None = None
+    """Of a reply of the API server; None: no limit."""
     announce: Callable[[str], None] = print
     """Shows a person what a pod that is started waits for, and why a request is repeated."""
 
@@ -92,6 +94,44 @@ class RemoteJob:
         job: dict[str, Any] = json.loads(self._get(f"{RESOURCE}/{self.name}", "-o", "json"))
         return job
 
+    def pods(self, *labels: str) -> list[dict[str, Any]]:
+        """
+        The pods of the job in this cluster with these labels, as the API server returns them.
+
+        Raises:
+            ConfigError: kubectl is not installed.
+            UnavailableError: the pods cannot be listed.
+        """
+        selector = ",".join((f"diloco.dev/job={self.name}", *labels))
+        found = json.loads(self._get("pods", "--selector", selector, "-o", "json"))
+        return list(found["items"])
+
+    def may(self, namespace: str, verb: str, resource: str, subresource: str = "") -> bool:
+        """
+        Whether the API server permits this to the user.
+
+        Args:
+            namespace: of the job.
+            verb: such as delete.
+            resource: such as pods.
+            subresource: such as exec.
+
+        Raises:
+            ConfigError: kubectl is not installed.
+            UnavailableError: it does not reply.
+        """
+        attributes = {
+            **{"namespace": namespace, "verb": verb, "resource": resource},
+            "subresource": subresource,
+        }
+        review = {
+            **{"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"},
+            "spec": {"resourceAttributes": attributes},
+        }
+        text = json.dumps(review).encode()
+        found = json.loads(self.program.run("create", "-f", "-", "-o", "json", stdin=text))
+        return bool((found.get("status") or {}).get("allowed"))
+
     def learner_pods(self) -> dict[tuple[str, int], str]:
         """
         (region, ordinal) of every running learner pod in this cluster, with its name.
@@ -100,10 +140,8 @@ class RemoteJob:
             ConfigError: kubectl is not installed.
             UnavailableError: the pods cannot be listed.
         """
-        labels = f"diloco.dev/job={self.name},diloco.dev/role=learner"
-        found = json.loads(self._get("pods", "--selector", labels, "-o", "json"))
         pods = {}
-        for pod in found["items"]:
+        for pod in self.pods("diloco.dev/role=learner"):
             metadata = pod["metadata"]
             region = (metadata.get("labels") or {}).get("diloco.dev/region", "")
             ordinal = names.learner_pod_ordinal(metadata["name"], self.name, region)
@@ -125,7 +163,7 @@ class RemoteJob:
         """
         command = ("exec", f"pod/{pod}", "-c", MAIN, "--", "python3", "-c", HEALTH)
         once = Retries(attempts=1, stall_seconds=seconds)
-        kubectl = replace(self._kubectl, retries=once, most_bytes=HEALTH_BYTES)
+        kubectl = replace(self.program, retries=once, most_bytes=HEALTH_BYTES)
         try:
             found = json.loads(kubectl.run(*command))
         except ValueError as error:
@@ -144,7 +182,7 @@ class RemoteJob:
             UnavailableError: the syncer does not run, and its volume cannot be read without it.
         """
         with contextlib.ExitStack() as stack:
-            source = volume_reader.reader(self._kubectl, self.name, self.patience, self.announce)
+            source = volume_reader.reader(self.program, self.name, self.patience, self.announce)
             try:
                 found = stack.enter_context(source)
             except UnavailableError as error:
@@ -171,9 +209,9 @@ class RemoteJob:
             UnavailableError: the pod cannot be reached, or the stream breaks repeatedly.
         """
         source = source or f"deployment/{names.syncer_name(self.name)}"
-        command = self._kubectl.command("exec", source, "-c", MAIN, "--")
+        command = self.program.command("exec", source, "-c", MAIN, "--")
         try:
-            copy_files(command, folder, wanted, to, self._kubectl.retries, caps)
+            copy_files(command, folder, wanted, to, self.program.retries, caps)
         except UnavailableError as error:
             raise UnavailableError(f"cannot fetch files of job {self.name}: {error}") from None
         except StorageError as error:
@@ -181,17 +219,19 @@ class RemoteJob:
 
     def _get(self, *arguments: str) -> bytes:
         try:
-            return self._kubectl.run("get", *arguments)
+            return self.program.run("get", *arguments)
         except UnavailableError as error:
             raise UnavailableError(f"cannot read job {self.name}: {error}") from None
 
     @property
-    def _kubectl(self) -> Kubectl:
+    def program(self) -> Kubectl:
+        """kubectl for its namespace."""
         return Kubectl(
             namespace=self.namespace,
             context=self.context,
             program=self.kubectl,
             retries=replace(self.retries, announce=self.announce),
+            most_bytes=self.most_bytes,
         )
 
 
@@ -208,6 +248,35 @@ def fetch_model(job: RemoteJob, to: Path) -> None:
         job.fetch(MODEL, to, source=source, caps=MODEL_CAPS)
 
 
+def adopt(job: RemoteJob, to: Path, option: str = "--to") -> dict[str, Any]:
+    """
+    Make `to` the run directory of a job: its manifest is written there.
+
+    Args:
+        job: the job.
+        to: created if missing.
+        option: of the command, which names the directory.
+
+    Returns:
+        The DiLoCoJob.
+
+    Raises:
+        ConfigError: kubectl is not installed, or `to` is the directory of another run.
+        StorageError: a local file cannot be written.
+        UnavailableError: the job cannot be reached.
+    """
+    text = job.manifest()
+    manifest: dict[str, Any] = yaml.safe_load(text)
+    run = RunDir(to)
+    _refuse_another(run, manifest, option)
+    try:
+        run.path.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        files.replace(run.manifest, text, mode=files.PRIVATE)
+    except OSError as error:
+        raise StorageError(f"{error.filename or to}: {error.strerror}") from None
+    return manifest
+
+
 def fetch_run(job: RemoteJob, to: Path) -> list[str]:
     """
     Fetch a job into the run directory `to`, without logs, snapshots and the model.
@@ -220,13 +289,8 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
         StorageError: a local file cannot be written.
         UnavailableError: the job or its syncer's volume cannot be reached.
     """
-    text = job.manifest()
-    manifest = yaml.safe_load(text)
-    run = RunDir(to)
-    _refuse_another(run, manifest)
-    run.path.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     # First: the next fetch recognizes the directory although this one is interrupted.
-    files.replace(run.manifest, text, mode=files.PRIVATE)
+    manifest, run = adopt(job, to), RunDir(to)
     with job.syncer_files() as source:
         job.fetch(LOGS, run.path, source=source)
         job.fetch((run.spec.name,), run.path, source=source, folder=SPEC)
@@ -234,11 +298,11 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
     return _fetch_steps(job, run, manifest.get("spec") or {})
 
 
-def _refuse_another(run: RunDir, manifest: Mapping[str, Any]) -> None:
+def _refuse_another(run: RunDir, manifest: Mapping[str, Any], option: str) -> None:
     """Refuse a directory whose files are those of another run: journals of two runs prove nothing."""
     if run.is_local():
         raise ConfigError(
-            f"{run.path}: holds a run of this machine; give another directory with --to"
+            f"{run.path}: holds a run of this machine; give another directory with {option}"
         )
     try:
         there = yaml.safe_load(files.read(run.manifest))
@@ -249,7 +313,7 @@ def _refuse_another(run: RunDir, manifest: Mapping[str, Any]) -> None:
     if _identity(there) != _identity(manifest):
         raise ConfigError(
             f"{run.path}: holds another job, or one that was deleted and created again with the same name; give "
-            "another directory with --to"
+            f"another directory with {option}"
         )
 
 
@@ -333,14 +397,23 @@ def _fetch_steps(job: RemoteJob, run: RunDir, spec: Mapping[str, Any]) -> list[s
     ]
     missing = []
     if absent := [names.learner_name(*key) for key in wanted if key not in running]:
-        missing.append(f"no running pod in this cluster, so no steps.jsonl: {_some(absent)}")
+        missing.append(
+            f"no running pod in this cluster, so steps.jsonl is not fetched: {_some(absent)}"
+        )
     for (region, index), pod in running.items():
         name = names.learner_name(region, index)
         try:
-            job.fetch(STEPS, run.state_of(name), source=f"pod/{pod}")
+            fetch_steps(job, run, name, pod)
         except UnavailableError as error:
             missing.append(f"{name}: no steps.jsonl: {error}")
     return missing
+
+
+def fetch_steps(job: RemoteJob, run: RunDir, learner: str, pod: str) -> None:
+    """
+    Fetch `STEPS` of a learner out of its first pod; raises as `RemoteJob.fetch`.
+    """
+    job.fetch(STEPS, run.state_of(learner), source=f"pod/{pod}")
 
 
 def _some(learners: Iterable[str]) -> str:

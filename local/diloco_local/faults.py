@@ -34,13 +34,15 @@ class Kind(StrEnum):
     """Each direction takes `amount` seconds longer and passes `bandwidth` bytes per second."""
     CORRUPT = "corrupt"
     """A byte of a fragment on its way is inverted every `amount` seconds."""
+    DELETE = "delete"
+    """The pods of a learner are deleted, and Kubernetes makes new ones; only in a cluster."""
 
 
-KILLS = frozenset({Kind.KILL, Kind.SYNCER_KILL})
+KILLS = frozenset({Kind.KILL, Kind.SYNCER_KILL, Kind.DELETE})
 """Faults that are over at once."""
 
 LINK_KINDS = frozenset({Kind.CUT, Kind.HANG, Kind.DELAY, Kind.CORRUPT})
-"""Faults of the connections between a learner and the syncer."""
+"""Faults of the connections between a learner and the syncer; only in a run on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,12 @@ One job of four learners takes all failures, one after the other.
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +142,50 @@ def test_a_killed_first_process_is_restarted_by_the_kubelet(watched):
     )
     status = job.status()
     assert status["state"] != "Failed"
+
+
+STATES = """
+import glob
+print(*(open(path).read().rpartition(")")[2].split()[0] for path in glob.glob("/proc/[0-9]*/stat")))
+"""
+
+
+def test_faults_that_diloco_chaos_injects_are_undone_and_shown(watched, tmp_path):
+    """With this seed: eu/1 slow for 2.9 s, us/0 killed, us/1 paused for 4.7 s, the syncer killed after 25 s."""
+    job = watched
+    instances = job.instances()
+    path = job.cluster.kubectl.script(tmp_path / "bin").parent
+    rates = [f"--{kind}-rate=2" for kind in ("slow", "kill", "pause", "syncer-kill")]
+    plan = ["--seed=11920", "--minutes=0.7", "--longest=6", "--spare=2", *rates]
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("diloco")), "chaos", "--job", job.name, "-n", job.namespace,
+         "--dir", str(tmp_path / "run"), *plan],
+        env={**os.environ, "PATH": f"{path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/faults.jsonl").read_text().splitlines()]
+    begun = {line["number"]: line for line in lines if line["event"] == "begin"}
+    skipped = {line["number"]: line for line in lines if line["event"] == "skip"}
+    ended = {line["number"]: line for line in lines if line["event"] == "end"}
+    # What does not train when its time comes, on a busy machine, is left alone.
+    assert sorted([*begun, *skipped]) == [1, 2, 3, 4]
+    assert len(begun) > 1, skipped
+    assert {(line["fault"], line["target"]) for line in begun.values()} <= {
+        ("slow", "eu/1"), ("kill", "us/0"), ("pause", "us/1"), ("syncer-kill", "syncer"),
+    }  # fmt: skip
+    for number, line in begun.items():
+        if line["seconds"]:
+            took = when(ended[number]["time"]) - when(line["time"])
+            assert took.total_seconds() > line["seconds"] / 2
+    assert job.instances() == instances, "the containers themselves run on"
+    for learner in ("eu/0", "eu/1", "us/0", "us/1"):
+        assert "T" not in job.in_learner(learner, STATES).split()
+    assert f"faults: {len(begun)} (seed 11920)" in done.stdout
+    assert "goodput: " in done.stdout
+    assert "audit: Passed" in done.stdout
+    assert "Injected faults" in (tmp_path / "run/report.html").read_text()
 
 
 def test_a_killed_syncer_process_continues_from_its_snapshot(watched):

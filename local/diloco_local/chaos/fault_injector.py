@@ -13,24 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.journal import writer
-from diloco.journal.records import Record
 from diloco_agent.processes import Processes
-from diloco_local.chaos.fault_schedule import Begin, Decision, End, Schedule, Skip
+from diloco_local.chaos.fault_schedule import Begin, Decision, End, Skip
+from diloco_local.chaos.injection import Injection, Note
 from diloco_local.chaos.proxy import Proxies
-from diloco_local.faults import (
-    KILLS,
-    LINK_KINDS,
-    BeginRecord,
-    EndRecord,
-    Fault,
-    Kind,
-    PlanRecord,
-    SkipRecord,
-)
+from diloco_local.faults import KILLS, LINK_KINDS, Fault, Kind
 from diloco_local.status import Status
-
-Note = Callable[[str], None]
 
 
 class Injector:
@@ -57,20 +45,17 @@ class Injector:
             spare: learners that stay undisturbed.
             clock: the time of the plan; None: seconds since training began.
         """
-        self._schedule = Schedule.of(faults, spare=spare)
-        self._learners, self._journal, self._clock = tuple(learners), journal, clock
+        self._injection = Injection(faults, len(learners), journal, seed=seed, spare=spare)
+        self._schedule = self._injection.schedule
+        self._learners, self._clock = tuple(learners), clock
         self._stopped: dict[str, int] = {}
         """Learner → the process that was stopped; not its successor, if it ends meanwhile."""
         self._link_faults: dict[str, Fault | None] = dict.fromkeys(learners)
         self._flipped: dict[str, int] = {}
         """Learner → bytes that its last fault of connections inverted."""
-        self._most = 0
-        """Learners that trained at once."""
         self._began: float | None = None
-        self._unwritten = False
         linked = any(fault.kind in LINK_KINDS for fault in faults)
         self._proxies = Proxies(learners) if linked else None
-        self._plan = PlanRecord(seed=seed, planned=len(faults), spare=spare)
 
     def endpoint(self, name: str, endpoint: str) -> str:
         """The address of the syncer that a process is started with."""
@@ -85,12 +70,9 @@ class Injector:
             for process in status.get("processes", ())
             if process["state"] == "Training" and processes.pid(process["name"]) is not None
         }
-        if self._began is None:
-            self._most = max(self._most, len(training))
-            if len(training) < min(self._schedule.spare + 1, len(self._learners)):
-                return
-            self._began = time.monotonic()
-            self._write(self._plan, note)
+        if not self._injection.begins(training, note):
+            return
+        self._began = time.monotonic() if self._began is None else self._began
         now = self._clock(status) if self._clock else time.monotonic() - self._began
         decisions = self._schedule.step(now, training=training, serves=serves)
         self._carry_out(decisions, processes, status, note)
@@ -102,16 +84,7 @@ class Injector:
     @property
     def uncounted(self) -> str:
         """Why the journal cannot tell the faults of this run; "": it can."""
-        if self._unwritten:
-            return "unknown, because not all of them could be written"
-        if self._began is not None:
-            return ""
-        if not self._most:
-            return "none, because training did not begin"
-        return (
-            f"none, because never more than {self._most} of {len(self._learners)} learners trained at once, "
-            f"and {self._schedule.spare} are spared"
-        )
+        return self._injection.uncounted
 
     def close(self) -> None:
         """End the proxies, after the processes."""
@@ -127,19 +100,15 @@ class Injector:
             fault = decision.fault
             match decision:
                 case Begin():
-                    note(f"fault {fault.number}: {fault}")
-                    self._write(_begin(fault, status), note)
+                    self._injection.begun(fault, int(status.get("step") or 0), note)
                     if fault.kind in KILLS:
                         processes.kill(fault.target)
                 case Skip():
-                    skipped = SkipRecord(
-                        number=fault.number, fault=fault.kind, target=fault.target, reason=decision.reason
-                    )  # fmt: skip
-                    self._write(skipped, note)
+                    self._injection.skipped(fault, decision.reason, note)
                 case End() if fault.seconds:
                     corrupt = fault.kind is Kind.CORRUPT
                     flipped = self._flipped[fault.target] if corrupt else None
-                    self._write(EndRecord(number=fault.number, flipped=flipped), note)
+                    self._injection.ended(fault, note, flipped=flipped)
 
     def _signal(self, processes: Processes) -> None:
         """Stop and continue processes."""
@@ -163,18 +132,3 @@ class Injector:
                 self._proxies.set_fault(name, None)
                 self._flipped[name] = self._proxies.flipped(name)
                 self._proxies.set_fault(name, fault)
-
-    def _write(self, record: Record, note: Note) -> None:
-        try:
-            writer.append(self._journal, {"event": record.kind, **record.to_json()})
-        except OSError as error:
-            if not self._unwritten:
-                self._unwritten = True
-                note(f"warning: cannot write {self._journal}: {error.strerror}; the run continues")
-
-
-def _begin(fault: Fault, status: Status) -> BeginRecord:
-    return BeginRecord(
-        number=fault.number, fault=fault.kind, target=fault.target, step=int(status.get("step") or 0),
-        seconds=fault.seconds, amount=fault.amount, bandwidth=fault.bandwidth,
-    )  # fmt: skip

@@ -18,7 +18,12 @@ RATES: Mapping[Kind, float] = {
     Kind.KILL: 0.5, Kind.SYNCER_KILL: 0.1, Kind.PAUSE: 0.25, Kind.SLOW: 0.25,
     Kind.CUT: 0.5, Kind.HANG: 0.25, Kind.DELAY: 0.25, Kind.CORRUPT: 0.25,
 }  # fmt: skip
-"""Faults per minute of the whole run, if no rate is given."""
+"""Faults per minute of a whole run on this machine, if no rate is given."""
+
+CLUSTER_RATES: Mapping[Kind, float] = {
+    Kind.KILL: 0.5, Kind.SYNCER_KILL: 0.1, Kind.PAUSE: 0.25, Kind.SLOW: 0.25, Kind.DELETE: 0.1,
+}  # fmt: skip
+"""The same of a job in a cluster."""
 
 MAX_RATE = 60.0
 MAX_MINUTES = 7 * 24 * 60.0
@@ -26,6 +31,8 @@ MAX_SECONDS = 3600.0
 
 RECOVERY_SECONDS = 30.0
 """A killed process counts as disturbed for so long, while it starts and rejoins."""
+REPLACEMENT_SECONDS = 90.0
+"""The same of a learner whose pods are deleted: they end, and others are scheduled and started."""
 SETTLE_SECONDS = 5.0
 """Between two faults of one target."""
 SHORTEST_SECONDS = 1.0
@@ -119,7 +126,7 @@ def _of_kind(kind: Kind, options: Options, horizon: float) -> Iterator[tuple[Fau
         seconds = numbers.uniform(SHORTEST_SECONDS, options.longest_seconds)
         share, choice, bandwidth = numbers.random(), numbers.random(), 0.0
         if kind in KILLS:
-            seconds = RECOVERY_SECONDS
+            seconds = REPLACEMENT_SECONDS if kind is Kind.DELETE else RECOVERY_SECONDS
         if kind is Kind.DELAY:
             bandwidth = 1e6 * 16.0 ** numbers.random()
         amount = {

@@ -72,6 +72,10 @@ class Schedule:
                 decisions.append(Begin(fault))
         return decisions
 
+    def withdraw(self, fault: Fault) -> None:
+        """This fault could not be carried out after all: its target counts as undisturbed."""
+        self.active = [active for active in self.active if active.number != fault.number]
+
     def close(self) -> list[End]:
         """End all faults; none begins after this."""
         ended, self.active, self.pending = self.active, [], []

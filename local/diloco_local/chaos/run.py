@@ -94,13 +94,25 @@ def run(
     try:
         # As of the sample and the report: a terminal that is closed now does not end it.
         with handled((signal.SIGHUP,), lambda _: None):
-            return _conclude(directory, code, injector.uncounted, console)
+            return conclude(directory, code, injector.uncounted, console)
     except KeyboardInterrupt:
         console.print("stopped before the audit", soft_wrap=True)
         return code
 
 
-def _conclude(directory: Path, code: int, uncounted: str, console: Console) -> int:
+def conclude(directory: Path, code: int, uncounted: str, console: Console) -> int:
+    """
+    Print faults, goodput, restarts and the audit of a run.
+
+    Args:
+        directory: the run directory.
+        code: the exit code so far.
+        uncounted: why faults.jsonl cannot tell the faults; "": it can.
+        console: where to print.
+
+    Returns:
+        The exit code: 1 if `code` is 0 and the audit found a violation.
+    """
     run = load(directory)
     shown = [f"faults: {uncounted or 'unknown'}"]
     if run.chaos and not uncounted:

@@ -366,7 +366,7 @@ def test_logs_make_a_run_directory(tmp_path, kubectl):
     done = diloco(kubectl, "logs", "a", "--to", run)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "no running pod in this cluster, so no steps.jsonl: eu/1, us/0",
+        "no running pod in this cluster, so steps.jsonl is not fetched: eu/1, us/0",
         "eu/2: no steps.jsonl: cannot fetch files of job a: error: cannot exec in a stopped container",
         f"{run}: fetched; verify every merge with: diloco audit --dir {run}",
     ]

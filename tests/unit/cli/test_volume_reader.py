@@ -151,7 +151,7 @@ def test_logs_of_a_failed_job_come_through_one_pod_that_is_deleted_at_the_end(
     cluster, job, announced, tmp_path
 ):
     missing = fetch_run(job, tmp_path / "run")
-    assert missing == ["no running pod in this cluster, so no steps.jsonl: eu/0"]
+    assert missing == ["no running pod in this cluster, so steps.jsonl is not fetched: eu/0"]
     assert (tmp_path / "run/events.jsonl").read_text() == START
     assert json.loads((tmp_path / "run/spec.json").read_text()) == {"job": "a"}
     name = created(cluster)["metadata"]["name"]

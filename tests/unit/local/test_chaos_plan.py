@@ -68,9 +68,10 @@ def test_seeds_differ_and_the_faults_of_a_kind_do_not_depend_on_other_rates():
 
 def test_the_defaults_have_every_kind_and_about_as_many_faults_as_their_rates():
     faults = plan(Options(minutes=600), [f"eu/{index}" for index in range(8)])
-    for kind in Kind:
+    assert {fault.kind for fault in faults} == set(RATES) == set(Kind) - {Kind.DELETE}
+    for kind, rate in RATES.items():
         count = sum(fault.kind is kind for fault in faults)
-        assert count == pytest.approx(600 * RATES[kind], rel=0.35)
+        assert count == pytest.approx(600 * rate, rel=0.35)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,17 @@ def test_a_fault_that_would_disturb_too_much_is_skipped_with_the_reason():
     end, skip = schedule.step(20, training=ALL, serves=True)
     assert (type(end), type(skip)) == (End, Skip)
     assert skip.reason == "its time was over before it could begin"
+
+
+def test_the_target_of_a_fault_that_is_withdrawn_counts_as_undisturbed():
+    schedule = Schedule.of([fault(n, Kind.PAUSE, "eu/0", n, 9) for n in (1, 2, 3)], spare=2)
+    [begin] = schedule.step(1, training=ALL, serves=True)
+    [skip] = schedule.step(2, training=ALL, serves=True)
+    assert skip.reason == "eu/0 is still disturbed"
+    schedule.withdraw(begin.fault)
+    assert schedule.stopped(0.0) == frozenset()
+    assert [type(d) for d in schedule.step(3, training=ALL, serves=True)] == [Begin]
+    assert [end.fault.number for end in schedule.close()] == [3]
 
 
 def test_a_slow_learner_is_stopped_at_the_beginning_of_each_second_and_a_paused_one_always():

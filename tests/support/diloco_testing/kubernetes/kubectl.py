@@ -16,17 +16,29 @@ arguments = sys.argv[1:]
 print(*arguments, file=open({log!r}, "a"))
 if "gone" in " ".join(arguments):
     sys.exit("Error from server (NotFound): deployments.apps \\"gone-syncer\\" not found")
-if "json" in arguments and "pods" not in arguments:
+if os.path.exists(os.path.join({folder!r}, "down")) and "exec" not in arguments:
+    sys.exit("Unable to connect to the server: connection refused")
+if "create" in arguments:
+    review = sys.stdin.read()
+    print('{{"status": {{"allowed": %s}}}}' % str(not any(
+        '"subresource": "%s"' % name in review
+        for name in os.environ.get("FORBIDDEN", "none").split(",")
+    )).lower())
+elif "delete" in arguments:
+    pass
+elif "json" in arguments and "pods" not in arguments:
     print(open(os.path.join({folder!r}, "job.json")).read())
 elif "get" in arguments:
     print(open(os.path.join({folder!r}, "pods.json" if "pods" in arguments else "job.yaml")).read(), end="")
 else:
     here = arguments[arguments.index("--") + 1 :]
-    pod = arguments[arguments.index("exec") + 1].replace("/", "-")
+    pod = next(a for a in arguments if a.startswith(("pod/", "deployment/"))).replace("/", "-")
     here = [part.replace("/var/lib/diloco", os.path.join({folder!r}, pod)) for part in here]
     here = [part.replace("/etc/diloco/spec", os.path.join({folder!r}, "spec")) for part in here]
     if not os.path.isdir(os.path.join({folder!r}, pod)):
         sys.exit("error: cannot exec in a stopped container")
+    if "-i" in arguments:
+        os.execv(sys.executable, [sys.executable, *here[1:]])
     own = dict(os.environ, TMPDIR=os.path.join({folder!r}, pod))
     done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE, env=own)
     breaks = os.path.join({folder!r}, "breaks")
