@@ -21,34 +21,47 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-def losses(measured: Measurement, method: str) -> dict[str, dict[int, float]]:
-    """Variant → seed → loss, of the complete cells of a method."""
+SWEPT = "spec.learner.recipe.config.learningRate"
+
+
+def losses(
+    measured: Measurement, method: str
+) -> dict[tuple[str, str], dict[int, tuple[int, float]]]:
+    """Variant and swept learning rate → seed → tokens and loss, of the complete cells of a method."""
     folder, prefix = measured.source[0].split("/")
     files = (
         f"{prefix}-*results.csv" if prefix else "results.csv"
     )  # further seeds have a file of their own
-    found: dict[str, dict[int, float]] = {}
+    found: dict[tuple[str, str], dict[int, tuple[int, float]]] = {}
     for path in (STUDIES / folder).glob(files):
         with path.open() as file:
             for row in csv.DictReader(file):
                 if row["method"] == method and row["status"] == "ok":
-                    found.setdefault(row["variant"], {})[int(row["seed"])] = float(row["loss"])
+                    cells = found.setdefault((row["variant"], row.get(SWEPT, "")), {})
+                    cells[int(row["seed"])] = int(row["tokens"]), float(row["loss"])
     return found
 
 
-def mean(values: dict[int, float]) -> float:
-    return sum(values.values()) / len(values)
+def mean(values: dict[int, tuple[int, float]]) -> float:
+    return sum(loss for _, loss in values.values()) / len(values)
+
+
+def tokens(values: dict[int, tuple[int, float]]) -> float:
+    return sum(count for count, _ in values.values()) / len(values)
 
 
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda m: " ".join(m.source))
 def test_each_figure_is_that_of_its_study(measured: Measurement) -> None:
-    own = losses(measured, "Decoupled")[measured.source[1]]
-    # The best synchronous training with the recipe of the variant; others have another momentum of Muon.
-    alike = {k: v for k, v in losses(measured, "Synchronous").items() if "muon" not in k}
+    variant = measured.source[1]
+    rates = [v for k, v in losses(measured, "Decoupled").items() if k[0] == variant]
+    own = min(rates, key=mean)
+    # The best synchronous training with the recipe of the variant and its tokens; others have another momentum of Muon.
+    alike = [v for k, v in losses(measured, "Synchronous").items() if "muon" not in k[0]]
+    same = [{seed: cell for seed, cell in values.items() if seed in own} for values in alike]
     reference = min(
-        mean({seed: loss for seed, loss in values.items() if seed in own})
-        for values in alike.values()
-        if own.keys() <= values.keys()
+        mean(values)
+        for values in same
+        if own.keys() == values.keys() and tokens(values) == pytest.approx(tokens(own), rel=0.01)
     )
 
     assert len(own) == measured.seeds
@@ -61,14 +74,17 @@ def test_a_job_with_measured_settings_gets_all_figures_that_fit_it() -> None:
     assert text.startswith(
         "Measured for M = 4, H = 24, Radial, outer learning rate 0.7, momentum 0.5: +6"
     )
-    assert text.count("parameters") == sum(m.setting.interval == 24 for m in MEASURED)
+    assert text.count("parameters") == sum(
+        m.setting.interval == 24 and m.learners == 4 for m in MEASURED
+    )
     assert "learners of one speed" in text
 
 
 @pytest.mark.parametrize(
     ("changed", "closest"),
     [
-        ({"learners": {"eu": 8}}, "M = 4, H = 24, Radial"),
+        ({"learners": {"eu": 16}}, "M = 8, H = 24, Radial"),
+        ({"learners": {"eu": 3}}, "M = 4, H = 24, Radial"),
         ({"interval": 30}, "M = 4, H = 24, Radial"),
         ({"interval": 7, "merge": "Average"}, "M = 4, H = 6, Average"),
         ({"interval": 1000, "merge": "Average"}, "M = 4, H = 12, Average"),
