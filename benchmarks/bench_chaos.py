@@ -1,10 +1,11 @@
 """
 What a kill every ten seconds costs a run: `python benchmarks/bench_chaos.py [--quick]`.
 
-`diloco chaos` of eight small learners, of which one is killed every ten seconds on average, and the syncer less often.
-Then `diloco run` of the same job without faults, with as many steps as give the same number of merged tokens: those
-of the members of all merges, per fragment. Goals: it ends at T, the audit passes, and its validation loss is at most
-1 % above the other. The steps of learners are mostly rest (`slowdown`), so that two cores are enough for eight.
+`diloco chaos` of eight small learners, of which one is killed every ten seconds on average, and the syncer less
+often. Then `diloco run` of the same job without faults, with as many steps as give about the same number of merged
+tokens: those of the members of all merges, per fragment. Goals: it ends at T, the audit passes, and its validation
+loss is at most 1 % above the other. The steps of learners are mostly rest (`slowdown`), so that two cores are
+enough for eight.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def main() -> int:
     difference = 100 * (disturbed.loss / calm.loss - 1)
     body = f"""{LEARNERS} learners of 41 thousand parameters, K = {QUORUM}, H = {INTERVAL}, P = {FRAGMENTS}; {KILLS:g}
 kills of a learner and {SYNCER_KILLS:g} of the syncer per minute, of which those are skipped that would leave less than
-K learners undisturbed. The other run has no faults, and as many steps as give the same number of merged tokens.
+K learners undisturbed. The other run has no faults, and as many steps as give about the same number of merged tokens.
 
 {table(HEADER, [["a kill every ten seconds", *disturbed.row], ["without faults", *calm.row]])}
 

@@ -134,11 +134,8 @@ def _end(spec: Object, status: Object) -> tuple[str, str]:
 def _usable(pods: tuple[Pod, ...], size: int) -> tuple[tuple[Pod, ...], str]:
     if len(pods) < size:
         return (), "its pod is gone" if size == 1 else f"only {len(pods)} of its {size} pods exist"
-    return (
-        (pods, "")
-        if not (problem := next((p.problem for p in pods if p.problem), ""))
-        else ((), problem)
-    )
+    problem = next((pod.problem for pod in pods if pod.problem), "")
+    return ((), problem) if problem else (pods, "")
 
 
 def _pod(entry: Object) -> Pod:

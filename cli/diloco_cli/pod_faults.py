@@ -89,18 +89,11 @@ class Disturbance:
                 return
             text = Path(pod_program.__file__).read_bytes()
             for pod in pods:
-                program = (
-                    "python3",
-                    "-I",
-                    "-S",
-                    "-c",
-                    BOOT,
-                    str(len(text)),
-                    *_arguments(fault, pod, seconds),
-                )
+                program = ("python3", "-I", "-S", "-c", BOOT, str(len(text)))
                 command = kubectl.command(
-                    "exec", "-i", f"pod/{pod.name}", "-c", MAIN, "--", *program
-                )
+                    "exec", "-i", f"pod/{pod.name}", "-c", MAIN, "--",
+                    *program, *_arguments(fault, pod, seconds),
+                )  # fmt: skip
                 self._parts.append(_Part(command, text, replies=True))
         except OSError as error:
             self.abort()

@@ -121,13 +121,12 @@ class RemoteJob:
             UnavailableError: it does not reply.
         """
         attributes = {
-            **{"namespace": namespace, "verb": verb, "resource": resource},
-            "subresource": subresource,
-        }
+            "namespace": namespace, "verb": verb, "resource": resource, "subresource": subresource,
+        }  # fmt: skip
         review = {
-            **{"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"},
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes},
-        }
+        }  # fmt: skip
         text = json.dumps(review).encode()
         found = json.loads(self.program.run("create", "-f", "-", "-o", "json", stdin=text))
         return bool((found.get("status") or {}).get("allowed"))

@@ -219,34 +219,6 @@ def test_a_pause_is_given_back_to_probes():
     assert of(ev.AbortMerge, job(ev.Failed(decision=probe, reason="boom"))) == []
 
 
-def probed():
-    """A job of three, of which c is ejected and probed at second 5."""
-    job = Job("abc", overlap=1).meet()
-    job.report_all(1)
-    job.dropped("c")
-    [probe] = of(ev.ProbeLearner, job.wait(5.0))
-    return job, {"learner": "c", "round": probe.round, "attempt": probe.attempt}
-
-
-def test_a_probe_that_is_delivered_brings_the_learner_back():
-    job, mine = probed()
-    assert logs("readmit", job(ev.Progress(**mine, received_bytes=5))) == []
-    out = job(ev.Progress(**mine, received_bytes=9, done=True))
-    assert logs("readmit", out) == [{"learner": "c"}]
-    assert job["c"].ejection is None
-    assert job.rounds[0].members.keys() == {"a", "b"}, "its round had begun"
-
-
-def test_a_probe_that_is_dropped_is_repeated_after_twice_the_time():
-    job, mine = probed()
-    out = job(ev.Dropped(**mine, reason="Damaged", detail="x"))
-    assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [
-        (mine["round"], mine["attempt"])
-    ]
-    assert job["c"].ejection.probe_at == 5.0 + 10.0
-    assert logs("refuse", out) == []
-
-
 # ---------------------------------------------------------------- what it waits for
 
 
@@ -474,17 +446,6 @@ def test_an_attempt_is_aborted_for_the_reason_for_which_a_member_left():
     assert [d.reason for d in of(ev.AbortMerge, out)] == ["Protocol"]
 
 
-def test_the_probe_of_a_learner_that_leaves_or_joins_again_is_aborted():
-    job, mine = probed()
-    attempt = (mine["round"], mine["attempt"])
-    assert attempt in [(d.round, d.attempt) for d in of(ev.AbortMerge, job.left("c"))]
-    job, mine = probed()
-    out = job.hello("c", session=9, fresh=False)
-    assert (mine["round"], mine["attempt"]) in [
-        (d.round, d.attempt) for d in of(ev.AbortMerge, out)
-    ]
-
-
 def test_a_pause_of_the_syncer_makes_no_learner_hang():
     job = Job("ab", overlap=1).meet()
     job.report("a", 1, step_seconds=0.5, at=1.0)
@@ -595,13 +556,3 @@ def test_a_refused_hello_is_written_down_with_the_reason_and_the_detail():
     assert logs("refuse", out) == [
         {"learner": "eu/0", "reason": "Protocol", "detail": close.detail}
     ]
-
-
-def test_a_probe_whose_connection_broke_is_no_failure_of_the_learner():
-    job, mine = probed()
-    out = job(ev.Dropped(**mine, reason=ev.STREAM_BROKEN, detail="x"))
-    assert len(of(ev.AbortMerge, out)) == 1
-    assert (job["c"].ejections, job["c"].ejection.unproven) == (1, 1)
-    job, mine = probed()
-    job(ev.Dropped(**mine, reason="Damaged", detail="x"))
-    assert (job["c"].ejections, job["c"].ejection.unproven) == (2, 0)
