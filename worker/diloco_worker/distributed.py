@@ -61,6 +61,27 @@ ALIVE_SECONDS = 1.0
 SHOWN_SECONDS = 10.0
 """After waiting this long, a line names the ranks that are waited for."""
 
+FOUND = {
+    Finding.UNDONE: undone.PROBLEM,
+    # A row has no room for the names of another rank's.
+    Finding.WRITTEN: f"parameters were {WRITTEN}",
+    Finding.CHANGED: (
+        "buffers that are not merged, or frozen parameters, changed while training, and the exported model does not "
+        "have that; the log of this learner names them"
+    ),
+    Finding.OTHER_MODEL: (
+        "since Learner.connect, the program has changed what it trains, so that the job and the exported model lack "
+        "it; the log of this learner names what"
+    ),
+}
+"""What rank 0 shows of a finding of another."""
+
+NAMED = (Finding.CHANGED, Finding.OTHER_MODEL)
+"""Findings that a rank shows by itself."""
+
+PROBLEMS = (Finding.UNDONE, Finding.OTHER_MODEL)
+"""Findings that stay visible in the status of the learner."""
+
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
 
@@ -313,7 +334,7 @@ class DistributedTrainer(JobTrainer):
     ) -> None:
         """This rank has followed the plan, and made these copies, or its device makes them."""
         finished = self._replica.end(boundary, plan.fetches)
-        self._findings |= Finding.UNDONE if self._replica.undoes else NONE
+        self._findings |= self._replica.findings
         self._board.enter(
             self._rank, boundary, terminated=self._termination.received, finished=finished,
             steps=self._optimizer_steps.first, findings=self._findings,
@@ -365,13 +386,16 @@ class DistributedTrainer(JobTrainer):
     def _show_findings(self) -> None:
         """Rank 0: name what any rank has found out about the program."""
         for finding, ranks in self._findings_of_ranks.look(self._board.findings()):
-            text = undone.PROBLEM
-            if finding is Finding.WRITTEN:  # a row has no room for the names of another rank's
-                text = self._overwritten or f"parameters were {WRITTEN}"
+            if finding in NAMED and 0 in ranks:
+                continue  # this rank has named what it is
+            text = FOUND[finding]
+            if finding is Finding.WRITTEN and self._overwritten:
+                text = self._overwritten
             if len(ranks) < self._group.size:  # the others may notice it later, with other results
                 text = f"{text}; noticed in {self._group.named(ranks)}"
-            if finding is Finding.UNDONE:
-                self._replica.undone_by_ranks = text
+            if finding in PROBLEMS:
+                found = (self._replica.problem_of_ranks, text)
+                self._replica.problem_of_ranks = "; ".join(filter(None, found))
             log.warning("%s", text)
 
     def _await_ranks(self, boundary: int) -> None:

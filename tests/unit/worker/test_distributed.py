@@ -21,7 +21,7 @@ from diloco_testing.local.fake_run import until
 from diloco_worker import distributed
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
-from diloco_worker.core.findings import Findings
+from diloco_worker.core.findings import NONE, Finding, Findings
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.core.rooms import Devices, Rooms
@@ -55,7 +55,7 @@ def rank(number: int) -> DistributedTrainer:
     )
     nothing = SimpleNamespace(
         close=lambda: None, restore=lambda: None, give_up=lambda: None, received=False,
-        refused="", end=lambda boundary, fetches: boundary, stepped=lambda: None, undoes=False,
+        refused="", end=lambda boundary, fetches: boundary, stepped=lambda: None, findings=NONE,
     )  # fmt: skip
     trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
@@ -218,7 +218,7 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
     )  # fmt: skip
     trainer._replica = SimpleNamespace(
         refused="", problem="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary,
-        stepped=lambda: None, undoes=False,
+        stepped=lambda: None, findings=NONE,
     )  # fmt: skip
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)
@@ -333,7 +333,7 @@ def two_ranks() -> tuple[DistributedTrainer, DistributedTrainer]:
     for trainer in trainers:
         trainer._optimizer_steps = SimpleNamespace(first=0)
         trainer._replica = SimpleNamespace(
-            undoes=False, undone_by_ranks="", end=lambda boundary, fetches: boundary
+            findings=NONE, problem_of_ranks="", end=lambda boundary, fetches: boundary
         )
     return trainers
 
@@ -342,14 +342,40 @@ def two_ranks() -> tuple[DistributedTrainer, DistributedTrainer]:
 def test_results_that_any_rank_has_undone_are_named_once_by_rank_0(undoing, caplog):
     trainers = two_ranks()
     for trainer in trainers:
-        trainer._replica.undoes = trainer._rank in undoing
+        trainer._replica.findings = Finding.UNDONE if trainer._rank in undoing else NONE
         for boundary in (1, 2):
             trainer._enter(boundary, Plan(boundary=boundary, link_state=LinkState()))
     [text] = shown(trainers[0], caplog)
     named = f"; noticed in {trainers[0]._group.named(undoing)}" if len(undoing) == 1 else ""
     assert text == undone.PROBLEM + named
-    assert trainers[0]._replica.undone_by_ranks == text
+    assert trainers[0]._replica.problem_of_ranks == text
     assert shown(trainers[0], caplog) == []
+
+
+@pytest.mark.parametrize("finding", distributed.NAMED)
+def test_what_rank_0_has_not_found_itself_is_named_by_rank_0_with_the_ranks_that_have(
+    finding, caplog
+):
+    trainers = two_ranks()
+    for trainer in trainers:
+        trainer._replica.findings = finding * trainer._rank
+        trainer._enter(1, Plan(boundary=1, link_state=LinkState()))
+    [text] = shown(trainers[0], caplog)
+    assert text.startswith(distributed.FOUND[finding])
+    assert text.endswith(f"; noticed in {trainers[0]._group.named([1])}")
+    is_problem = finding in distributed.PROBLEMS
+    assert trainers[0]._replica.problem_of_ranks == (text if is_problem else "")
+    assert shown(trainers[0], caplog) == []
+
+
+@pytest.mark.parametrize("finding", distributed.NAMED)
+def test_what_rank_0_has_named_itself_is_not_named_again(finding, caplog):
+    trainers = two_ranks()
+    for trainer in trainers:
+        trainer._replica.findings = finding
+        trainer._enter(1, Plan(boundary=1, link_state=LinkState()))
+    assert shown(trainers[0], caplog) == []
+    assert trainers[0]._replica.problem_of_ranks == ""
 
 
 @pytest.mark.parametrize(
@@ -375,7 +401,7 @@ def test_weights_that_any_rank_has_loaded_after_it_connected_are_named_once_by_r
         trainer._enter(1, Plan(boundary=1, link_state=LinkState()))
     [text] = shown(trainers[0], caplog)
     assert text == f"{what} were {WRITTEN}{end.format(pid=os.getpid())}"
-    assert trainers[0]._replica.undone_by_ranks == ""
+    assert trainers[0]._replica.problem_of_ranks == ""
     assert shown(trainers[0], caplog) == []
 
 

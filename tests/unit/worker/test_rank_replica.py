@@ -11,6 +11,7 @@ from diloco.errors import ConfigError, UnavailableError
 from diloco.spec import RunSpec
 from diloco_testing.learners.rank_threads import copied_bytes, in_ranks
 from diloco_worker.core.agreement import HOME
+from diloco_worker.core.findings import NONE, Finding
 from diloco_worker.trainer import rank_replica
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_replica import RankReplica
@@ -135,7 +136,8 @@ def test_each_rank_finds_out_whether_the_program_undoes_results_in_what_it_holds
                     for parameter, value in zip(model.parameters(), values, strict=True):
                         parameter.copy_(value)
             replica.stepped()
-    assert [replica.rank for replica in replicas if replica.undoes] == undoing
+    found = [replica.rank for replica in replicas if replica.findings is Finding.UNDONE]
+    assert found == undoing
     assert caplog.text == "", "rank 0 alone shows it"
     assert [replica.problem for replica in replicas] == [""] * 3
 
@@ -189,7 +191,9 @@ def test_a_rank_whose_model_cannot_be_merged_ends_all_ranks():
     assert str(found[0]).startswith("rank 1: model: parameter odd has dtype complex64")
 
 
-def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks, caplog):
+def test_rank_0_alone_names_patterns_without_a_buffer_and_every_rank_looks_at_buffers(
+    ranks, caplog
+):
     models, replicas = ranks
     spec = RunSpec(
         job="j", steps=9, fragments=3, interval=3, overlap=1, moving_buffers=("*.usage",)
@@ -207,26 +211,54 @@ def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks
     assert looked == []
     for replica in replicas:
         replica.copy_out(0, HOME)
-    assert looked == [0]
+    assert looked == [0, 1, 2]
 
 
-def test_frozen_parameters_that_are_written_are_named_by_rank_0(ranks, caplog):
+@pytest.mark.parametrize("writing", [[0], [2], [0, 1, 2]])
+def test_frozen_parameters_and_buffers_that_are_written_are_found_in_every_rank_that_writes_them(
+    ranks, writing, caplog
+):
+    caplog.set_level("INFO", logger="diloco_worker")
     models, replicas = ranks
     for model, replica in zip(models, replicas, strict=True):
-        with torch.no_grad():
-            model.base.mul_(0.5)  # as a teacher that follows the trained parameters
+        if replica.rank in writing:
+            with torch.no_grad():
+                model.base.mul_(0.5)  # as a teacher that follows the trained parameters
+                model.table.logical_not_()
         replica.copy_out(0, HOME)
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("frozen parameter base was written while training, which no other")
+    found = [replica.rank for replica in replicas if replica.findings is Finding.CHANGED]
+    assert found == writing
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    others = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert len(warnings) == (0 in writing), "one line for what all ranks find"
+    assert all(line.startswith("buffer table changed while training and") for line in warnings)
+    names = [line.partition(" changed")[0] for line in others]
+    assert names == [f"rank {rank}: buffer table" for rank in writing if rank]
+    assert all("frozen parameter base was written while" in line for line in warnings + others)
+    assert [replica.problem for replica in replicas] == [""] * 3
 
 
-def test_ranks_whose_parameters_are_replaced_cannot_continue(ranks):
+@pytest.mark.parametrize("replacing", [[0], [1], [0, 1, 2]])
+def test_ranks_whose_parameters_are_replaced_cannot_continue(ranks, replacing):
     models, replicas = ranks
-    assert replicas[0].refused == ""
     for model, replica in zip(models, replicas, strict=True):
-        model.wide = nn.Linear(200, 300)
+        if replica.rank in replacing:
+            model.wide = nn.Linear(200, 300)
         replica.copy_out(0, HOME)
-    assert "in the place of parameters wide.weight, wide.bias" in replicas[0].refused
+    refused = [replica.rank for replica in replicas if replica.refused]
+    assert refused == replacing
+    for rank in replacing:
+        expected = "in the place of parameters wide.weight, wide.bias"
+        assert expected in replicas[rank].refused
+
+
+def test_a_parameter_that_one_rank_alone_removes_is_a_problem_of_the_learner(ranks):
+    models, replicas = ranks
+    del models[2].narrow
+    for replica in replicas:
+        replica.copy_out(0, HOME)
+    assert [replica.findings for replica in replicas] == [NONE, NONE, Finding.OTHER_MODEL]
+    assert "the program has removed parameter narrow" in replicas[2].problem
 
 
 @pytest.mark.parametrize("name", ["wide.weight", "base"])

@@ -240,7 +240,7 @@ def test_a_program_that_undoes_results_is_named_by_rank_0_and_no_step_waits(
         learner.step()
         learner.pass_time(chance.choice((20, 90, 200, 400)))
         learner.link.turn()
-    assert [t._rank for t in learner.trainers if t._replica.undoes] == undoing
+    assert [t._rank for t in learner.trainers if t._replica.findings] == undoing
     lines = [r.getMessage() for r in caplog.records if "were undone" in r.getMessage()]
     assert len(lines) == bool(undoing)
     problem = learner.trainer._core.state().problem_text

@@ -17,6 +17,10 @@ class Finding(enum.IntFlag):
     """The program has undone results of merges (trainer/undone.py)."""
     WRITTEN = 2
     """It has written trained parameters between `Learner.connect` and the first step of an optimizer."""
+    CHANGED = 4
+    """Constant buffers or frozen parameters were written (trainer/buffers.py), of which a rank may hold a part."""
+    OTHER_MODEL = 8
+    """The program no longer trains what the job has."""
 
 
 NONE = Finding(0)

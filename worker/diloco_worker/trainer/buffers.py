@@ -75,6 +75,8 @@ class Watch:
         """A sentence about parameters with which the learner cannot continue, as of the last `changed`."""
         self.problem = ""
         """A sentence about what is trained here alone, or no longer; it stays, because the result lacks it."""
+        self.has_changed = False
+        """Whether a constant buffer or a frozen parameter was written with other values."""
         self._constant, self._moving, self._frozen = list(constant), list(moving), list(frozen)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -112,6 +114,7 @@ class Watch:
                 "moves, such as a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore "
                 "this line"
             )
+        self.has_changed = self.has_changed or bool(sentences)
         problems = [*self._problems(found, _names(replaced))]
         self.problem = "; ".join([*filter(None, [self.problem]), *problems])
         return "; ".join([*sentences, *problems])
@@ -241,15 +244,16 @@ class Watch:
 
 class WatchBeside:
     """
-    Inspects the buffers of a device in a thread of its own, which may wait for the device, and logs what it finds.
+    Inspects the buffers of a device in a thread of its own, which may wait for the device, and shows what it finds.
 
     Args:
         watch: what inspects them.
         device: of the model.
+        show: a sentence.
     """
 
-    def __init__(self, watch: Watch, device: Device) -> None:
-        self._watch, self._device = watch, device
+    def __init__(self, watch: Watch, device: Device, show: Callable[[str], None]) -> None:
+        self._watch, self._device, self._show = watch, device, show
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -269,7 +273,7 @@ class WatchBeside:
     def _inspect(self) -> None:
         with self._device.beside():
             if changed := self._watch.changed():
-                log.warning("%s", changed)
+                self._show(changed)
 
 
 def _split(

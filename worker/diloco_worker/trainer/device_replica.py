@@ -99,7 +99,7 @@ class DeviceReplica(Replica):
         self._counted = False
         """Whether the copies under way have the number of results that were undone."""
         self._link_state: LinkState | None = None
-        self._checks = WatchBeside(self._watch, device)
+        self._checks = WatchBeside(self._watch, device, partial(log.warning, "%s"))
         self._reported = False
         """Whether a state after a step was reported: the agent waits for the first one of a process."""
         self._formats = [formats.of_fragment(spec.wire_up, f) for f in self.layout.fragments]

@@ -6,13 +6,14 @@ It only copies: `core.trainer` decides what to copy, and `core.agreement` when a
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -23,6 +24,7 @@ from diloco.spec import RunSpec
 from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.agreement import HOME, board_bytes
 from diloco_worker.core.fetches import Fetch
+from diloco_worker.core.findings import NONE, Finding
 from diloco_worker.core.rooms import Devices
 from diloco_worker.core.shard_slices import Box
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -88,7 +90,9 @@ class RankReplica:
             model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen,
             trained=tensors.trained,
         )  # fmt: skip
-        self._checks = WatchBeside(self._watch, device) if device is not None else None
+        self._checks = (
+            None if device is None else WatchBeside(self._watch, device, self._show_changed)
+        )
         self._copier = Copier(tensors, self.layout, shares=own)
         named = (*tensors.merged, *tensors.frozen, *tensors.buffers)
         self.held = {n.info.name: (n.tensor, own[n.info.name]) for n in named}
@@ -123,8 +127,8 @@ class RankReplica:
         )
         self._transfers = self._agree_on_transfers(device, group)
         self._undone = Undone() if self._transfers is None else self._transfers.undone
-        self.undone_by_ranks = ""
-        """Rank 0: a sentence, once any rank has stated that its program undoes results."""
+        self.problem_of_ranks = ""
+        """Rank 0: a sentence, once any rank has stated what `problem` is about."""
 
     def _agree_on_transfers(self, device: Device | None, group: RankGroup) -> RankTransfers | None:
         """
@@ -183,18 +187,29 @@ class RankReplica:
 
     @property
     def refused(self) -> str:
-        """Why the learner cannot continue with its model: see `Watch.refused`; rank 0 inspects it."""
+        """Why the learner cannot continue with its model: see `Watch.refused`."""
         return self._watch.refused
 
     @property
     def problem(self) -> str:
-        """See `Replica.problem`; rank 0 knows it."""
-        return self._watch.problem or self.undone_by_ranks
+        """See `Replica.problem`; in rank 0, of all ranks."""
+        return self._watch.problem or self.problem_of_ranks
 
     @property
-    def undoes(self) -> bool:
-        """Whether the program has undone results in what this rank holds."""
-        return bool(self._undone.problem)
+    def findings(self) -> Finding:
+        """What the program has done to what this rank holds."""
+        found = {
+            Finding.UNDONE: self._undone.problem, Finding.CHANGED: self._watch.has_changed,
+            Finding.OTHER_MODEL: self._watch.problem,
+        }  # fmt: skip
+        return functools.reduce(operator.or_, (f for f, is_so in found.items() if is_so), NONE)
+
+    def _show_changed(self, text: str) -> None:
+        """What several ranks find is a warning of rank 0; of the others, it has the names of what they hold."""
+        if self.rank == 0:
+            log.warning("%s", text)
+        else:
+            log.info("rank %d: %s", self.rank, text)
 
     def stepped(self) -> None:
         """The program has made a step."""
@@ -202,11 +217,11 @@ class RankReplica:
 
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy; beside the training, if `end` states that it is not finished."""
-        if fragment == 0 and self.rank == 0:
+        if fragment == 0:
             if self._checks is not None:
                 self._checks.begin()
             elif changed := self._watch.changed():
-                log.warning("%s", changed)
+                self._show_changed(changed)
         self._clear_padding(fragment, place)
         if self._transfers is None:
             self._copier.copy_out(fragment, place)
@@ -236,7 +251,7 @@ class RankReplica:
         """Overwrite this rank's part of a fragment from its inbox, or from where it was fetched to."""
         tensor = compared(self.layout.fragments[fragment], self._copier.held[fragment])
         if self._transfers is None:
-            self._undone.apply(tensor, partial(self._copier.copy_in, fragment))
+            self._undone.apply(tensor, functools.partial(self._copier.copy_in, fragment))
         else:
             self._transfers.apply(fragment, tensor)
 
