@@ -29,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CLUSTERS = ROOT / "tests/e2e/clusters/cluster.sh"
+SUPPORT = ROOT / "tests/support"
 CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
@@ -253,7 +254,11 @@ def pytest(name: str, *arguments: str, **environment: str) -> Group:
     # Without bytecode, each of the thousand processes that tests start would compile our packages (0.3 s).
     # Threads of torch that wait for each other would spin on cores that other groups need.
     # With Go's default, tests on an API server took 1.4 times as much processor time.
-    defaults = {"PYTHONDONTWRITEBYTECODE": "", "OMP_WAIT_POLICY": "PASSIVE", "GOGC": "400"}
+    # The last: for programs that use an optimizer (tests/support/sitecustomize.py).
+    defaults = {
+        "PYTHONDONTWRITEBYTECODE": "", "OMP_WAIT_POLICY": "PASSIVE", "GOGC": "400",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")])),
+    }  # fmt: skip
     environment = defaults | environment
     cache = f"cache_dir=.pytest_cache/{name.replace(' ', '-')}"
     command = (sys.executable, "-m", "pytest", "-ra", "--durations=15", "-o", cache, *arguments)

@@ -1,7 +1,9 @@
 """How scripts/run_tests.py counts, and that no test file is left out of its groups."""
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -298,3 +300,33 @@ def test_where_everything_has_to_run_a_library_that_is_missing_fails_its_module(
     result = runner.pytest("some", *options, str(tmp_path)).run()
     assert result.counts == Counter(counts)
     assert ("Every test has to run here" in capsys.readouterr().out) is bool(ci)
+
+
+PROGRAM = """
+import inspect, sys, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+def step():
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5), "the gradient is 1"
+    assert model.weight.requires_grad and torch.is_grad_enabled()
+
+step()
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+breaks = []
+torch._dynamo.graph_break = lambda: breaks.append(1)
+step()
+assert len(breaks) == 2, "around the step"
+assert hasattr(inspect.unwrap(type(optimizer).zero_grad), "__dynamo_disable")
+"""
+
+
+@pytest.mark.slow
+def test_programs_of_tests_import_the_compiler_of_torch_only_if_they_compile(runner):
+    environment = {**os.environ, **runner.pytest("any").environment}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
