@@ -3,18 +3,16 @@ What a frozen base costs a job with `sync.frozen` Keep and Ship: `python benchma
 
 A real syncer and two real learners, whose connections pass a relay that counts bytes: the first learner
 initializes the job, the second joins, and both train to the end without a forward pass. The model is a base
-of 24 square matrices in bf16, 100.7 M values, each with two trained matrices of rank 3, as in LoRA (0.29
-%); one more row has a base of 1 billion values, with Keep, and the last one what Ship would cost it, computed from the
-bytes that Ship added to the smaller base. Goals: with Keep, the second learner
-receives at most 0.1 times the bytes of the base, and a snapshot and the peak of the syncer above an empty
-one are at most 0.1 times those with Ship.
+of 24 square matrices in bf16, 100.7 M values, each with two trained matrices of rank 3, as in LoRA (0.29 %).
+Two more rows have a base of 1 billion values, the one with Ship only where 18 GB of memory are available.
+Goals: with Keep, the second learner receives at most 0.1 times the bytes of the base, and a snapshot and the
+peak of the syncer above an empty one are at most 0.1 times those with Ship.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import subprocess
@@ -22,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,9 @@ from diloco.spec import Checkpoint, RunSpec
 GOAL = 0.1
 WIDTH, LAYERS, RANK = 2048, 24, 3
 BILLION = 6464
-"""Width of a base of 1.0 billion values. With Ship, its job would need 16 GB."""
+"""Width of a base of 1.0 billion values."""
+SHIP_GIGABYTES = 18.0
+"""For a job with it and Ship."""
 STEPS = 48
 SECONDS = 300.0
 
@@ -185,26 +184,10 @@ def row(facts: dict[str, Any]) -> list[object]:
     return [facts["frozen"], base, *(f"{size / 1e6:.1f}" for size in sizes), *map(float, seconds)]
 
 
-def shipped(kept: dict[str, Any], keep: dict[str, Any], ship: dict[str, Any]) -> list[object]:
-    """
-    What Ship would cost the base of `kept`: for each of its bytes, what it adds to the base of `keep` and `ship`.
-
-    A row of the table; the times are left out.
-    """
-    factor = kept["base"] / ship["base"]
-
-    def computed(*path: str) -> float:
-        same, small, large = (
-            functools.reduce(getitem, path, facts) for facts in (kept, keep, ship)
-        )
-        return float(same + factor * (large - small))
-
-    facts = {
-        **kept, "frozen": "Ship (computed)", "peak": computed("peak"), "snapshot": computed("snapshot"),
-        "model": computed("model"), "initial": {way: computed("initial", way) for way in ("up", "down")},
-        "join": {**kept["join"], "down": computed("join", "down")},
-    }  # fmt: skip
-    return [*row(facts)[:-2], "", ""]
+def memory_gigabytes() -> float:
+    """That is available."""
+    [line] = [x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x]
+    return int(line.split()[1]) * 1024 / 1e9
 
 
 def main() -> int:
@@ -220,20 +203,21 @@ def main() -> int:
     keep, ship = (measure(frozen, size) for frozen in ("Keep", "Ship"))
     width, layers = size
     base, trained = layers * width * width, layers * 2 * width * RANK
-    large = measure("Keep", (2 * width if arguments.quick else BILLION, layers))
+    wide = (2 * width if arguments.quick else BILLION, layers)
+    found = [keep, ship, measure("Keep", wide)]
+    if memory_gigabytes() >= SHIP_GIGABYTES:
+        found.append(measure("Ship", wide))
     body = table(
         ["sync.frozen", "base MB", "peak of the syncer MB", "above an empty one MB", "snapshot MB", "exported model MB",
          "first learner, up MB", "down MB", "second learner, down MB", "digests s", "connect of the second s"],
-        [*map(row, (keep, ship, large)), shipped(large, keep, ship)],
+        [*map(row, found)],
     )  # fmt: skip
     note = (
         f"A frozen base of {base / 1e6:.1f} M values in bf16 ({2 * base / 1e6:.0f} MB), and {trained / 1e6:.2f} M "
-        f"trained parameters ({trained / base:.2%}) in fp32; in the last two rows, "
-        f"{large['base'] / 2e9:.2g} billion values; two learners, {STEPS} global steps. Up and down: "
+        f"trained parameters ({trained / base:.2%}) in fp32; from the third row on, "
+        f"{found[2]['base'] / 2e9:.2g} billion values; two learners, {STEPS} global steps. Up and down: "
         "bytes of the learner's TCP connections until its `connect` returned. Snapshot: the largest file. Peak: "
-        "VmHWM over the whole job. Digests: computing them once for the whole base; part of `connect` with Keep. The "
-        "last row is not measured: it is the row above it, plus what Ship added to Keep for each byte of the smaller "
-        "base."
+        "VmHWM over the whole job. Digests: computing them once for the whole base; part of `connect` with Keep."
     )
     if arguments.quick:
         print(f"{note}\n\n{body}")
