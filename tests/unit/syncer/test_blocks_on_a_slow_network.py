@@ -50,7 +50,7 @@ class Learner:
         self.state()
 
 
-class World:
+class SlowJob:
     """Learners and a syncer."""
 
     def __init__(self, blocks: int, learners: int) -> None:
@@ -126,35 +126,35 @@ def histories(*more: str) -> st.SearchStrategy[list[tuple[str, str]]]:
 def test_short_cuts_and_late_messages_accuse_no_learner_and_every_block_counts_for_who_trained_on_it(
     blocks, history
 ):
-    world = World(blocks, len(NAMES))
+    job = SlowJob(blocks, len(NAMES))
     for action, name in history:
-        world.act(action, name)
-    for name, learner in world.learners.items():
-        world.act("connect", name)
+        job.act(action, name)
+    for name, learner in job.learners.items():
+        job.act("connect", name)
         while learner.up or learner.down:
-            world.act("up", name)
-            world.act("down", name)
-    assert not world.refused
-    for name, learner in world.learners.items():
+            job.act("up", name)
+            job.act("down", name)
+    assert not job.refused
+    for name, learner in job.learners.items():
         assert len(set(learner.done)) == len(learner.done)
         ended = set(learner.done) - {learner.using}
-        assert {serial for serial, who in world.trained.items() if who == name} >= ended - {
+        assert {serial for serial, who in job.trained.items() if who == name} >= ended - {
             serial for serial, _ in learner.blocks._begun
         }
 
 
 @given(st.integers(1, 12), histories("long"))
 def test_after_any_history_the_learners_that_remain_train_on_everything(blocks, history):
-    world = World(blocks, len(NAMES))
+    job = SlowJob(blocks, len(NAMES))
     for action, name in history:
-        world.act(action, name)
+        job.act(action, name)
     # eu/0 stops, connected or not; the others continue.
-    target = max([2 * blocks, *(serial + 1 for serial in world.trained)])
+    target = max([2 * blocks, *(serial + 1 for serial in job.trained)])
     for _ in range(40 * target):
         for name in NAMES[1:]:
             for action in ("connect", "up", "down", "train"):
-                world.act(action, name)
-        world.now += 20
-        if world.ledger.oldest >= target:
+                job.act(action, name)
+        job.now += 20
+        if job.ledger.oldest >= target:
             break
-    assert set(range(target)) <= set(world.trained)
+    assert set(range(target)) <= set(job.trained)
