@@ -401,9 +401,9 @@ class LearnerRecords:
             record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
         self._reports += 1
         newest = record.history.newest
-        if newest is None or event.local_step > newest.local_step:
-            steps = min(steps, record.history.add(event, now))
-        return steps
+        if newest is not None and event.local_step <= newest.local_step:
+            return 0  # reported in an earlier session of this process
+        return min(steps, record.history.add(event, now))
 
     def leave(self, learner: str, session: int) -> LearnerRecord | None:
         """Close a session; None if it was not current."""

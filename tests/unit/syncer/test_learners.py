@@ -496,8 +496,8 @@ def test_a_step_that_was_reported_before_a_cut_is_credited_once():
         session=1, learner="eu/0", local_step=5, steps=(5,), tokens=(50,), offers=frozenset(), total_tokens=50,
         global_step=0, step_seconds=1.0, sync_seconds=0.0, loss=None,
     )  # fmt: skip
-    learners.report(report, now=1.0)
+    assert learners.report(report, now=1.0) == 1
     learners.leave("eu/0", 1)
     learners.admit(hello(session=2, fresh=False, local_step=5), now=2.0)
-    assert learners.report(replace(report, session=2), now=3.0) == 1
+    assert learners.report(replace(report, session=2), now=3.0) == 0
     assert len(learners.by_name["eu/0"].history.reports) == 1
