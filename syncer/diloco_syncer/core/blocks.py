@@ -119,7 +119,7 @@ class Holder:
     lost_at: float | None = None
     """Since when it is not connected; None: it is, or its blocks were found in a snapshot."""
     ended_at: float = 0.0
-    """When it last ended a block, or was leased one: to state the same again, in this session or another, is neither."""
+    """When it last ended a block, or was leased one; to state the same again, in whatever session, is neither."""
     stepped_at: float = 0.0
     """The same, or when it last made a step."""
     refused: bool = False
