@@ -11,12 +11,12 @@ INTERVAL = 50
 CONFIRMED = CONFIRMED_INTERVALS * INTERVAL + CONFIRMED_STEPS
 
 
-class Liar:
+class Misbehaving:
     """A learner of which a merged upload confirmed the speed; from then on it only reports, 20 times as often."""
 
     def __init__(self, world, name):
         self.world, self.me = world, world.learners[name]
-        self.me.generation += 1  # its trainer stands still
+        self.me.generation += 1  # its trainer is paused
         self.newest = self.me.local_step
 
     def connect(self, local_step):
@@ -58,7 +58,8 @@ class Liar:
 
 @pytest.mark.parametrize("learners", [2, 3])
 @pytest.mark.parametrize(
-    "lie", [Liar.repeat_in_sessions, Liar.reconnect_often, Liar.reconnect_always]
+    "lie",
+    [Misbehaving.repeat_in_sessions, Misbehaving.reconnect_often, Misbehaving.reconnect_always],
 )
 def test_a07_another_session_does_not_prolong_what_an_upload_confirms(lie, learners):
     names = {f"eu/{i}": 1.0 for i in range(learners)}
@@ -69,15 +70,15 @@ def test_a07_another_session_does_not_prolong_what_an_upload_confirms(lie, learn
     for name in names:
         world.join(name)
     world.run(INTERVAL + 30.0)
-    liar = Liar(world, f"eu/{learners - 1}")
-    assert world.engine.learners.by_name[liar.me.name].confirmed, "it was merged honestly"
+    misbehaving = Misbehaving(world, f"eu/{learners - 1}")
+    assert world.engine.learners.by_name[misbehaving.me.name].confirmed, "it was merged honestly"
     before, seconds = world.engine.step, 200
 
     def lie_again(count):
-        lie(liar, count)
+        lie(misbehaving, count)
         world.at(world.now + 0.05, lambda: lie_again(count + 1))
 
     lie_again(0)
     world.run(world.now + seconds, most_events=100_000)
-    assert not world.engine.learners.by_name[liar.me.name].confirmed
+    assert not world.engine.learners.by_name[misbehaving.me.name].confirmed
     assert seconds - 2 <= world.engine.step - before <= seconds + CONFIRMED
