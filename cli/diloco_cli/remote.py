@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from diloco.errors import ConfigError, StorageError, UnavailableError
-from diloco.runtime import files
+from diloco.runtime import files, untrusted_json
 from diloco.runtime.formatting import shorten
 from diloco_cli import volume_reader
 from diloco_cli.fetch_pod import MAIN, SPEC, STATE
@@ -164,7 +164,7 @@ class RemoteJob:
         once = Retries(attempts=1, stall_seconds=seconds)
         kubectl = replace(self.program, retries=once, most_bytes=HEALTH_BYTES)
         try:
-            found = json.loads(kubectl.run(*command))
+            found = untrusted_json.parse(kubectl.run(*command), finite=False)
         except ValueError as error:
             raise UnavailableError(f"its health file is not JSON: {error}") from None
         if not isinstance(found, dict):

@@ -27,7 +27,7 @@ IDLE_SECONDS = 120.0
 """A connected learner that makes no steps keeps its open blocks for this long once the others wait for them."""
 
 BLOCK_SECONDS = 300.0
-"""The same of one that steps, and states no change of its blocks; doubled each time that this happens."""
+"""The same of one that steps, and ends no block; doubled each time that this happens."""
 
 MAX_ADOPTED = 1 << 20
 """A learner that returns may have what is less than so many serials after the oldest one that is not trained."""
@@ -118,8 +118,8 @@ class Holder:
     """How many it wants open; only while it is connected."""
     lost_at: float | None = None
     """Since when it is not connected; None: it is, or its blocks were found in a snapshot."""
-    stated_at: float = 0.0
-    """When it last stated its blocks, or was leased one."""
+    ended_at: float = 0.0
+    """When it last ended a block, or was leased one; to state the same again, in whatever session, is neither."""
     stepped_at: float = 0.0
     """The same, or when it last made a step."""
     refused: bool = False
@@ -169,15 +169,21 @@ class BlockLedger:
         if holder.incarnation != incarnation:
             out += self.release(event.learner, "Replaced")
             holder = self.holders[event.learner] = Holder(incarnation=incarnation)
+        if not holder.open or (holder.session is None and holder.lost_at is None):
+            holder.ended_at = holder.stepped_at = (
+                now  # it had nothing, or a snapshot does not show since when
+            )
         if holder.session != event.session:
             # What it has from an earlier session counts, unless another learner has it meanwhile.
             claimed = [*(block.serial for block in event.trained), *event.open]
             out += self._adopt(event.learner, holder, claimed)
             holder.session, holder.lost_at, holder.refused = event.session, None, False
             self._absent.discard(event.learner)
+        had = len(holder.open)
         out += self._trained(event.learner, holder, event.trained)
+        if len(holder.open) < had:
+            holder.ended_at = holder.stepped_at = now
         holder.wanted = event.wanted
-        holder.stated_at = holder.stepped_at = now
         self._changed[event.learner] = None
         self._want(event.learner, holder)
         return out
@@ -222,7 +228,7 @@ class BlockLedger:
     def shift(self, seconds: float) -> None:
         """The syncer itself was paused for this long."""
         for holder in self.holders.values():
-            holder.stated_at += seconds
+            holder.ended_at += seconds
             holder.stepped_at += seconds
             if holder.lost_at is not None:
                 holder.lost_at += seconds
@@ -233,7 +239,7 @@ class BlockLedger:
         for learner in sorted(self._absent):
             holder = self.holders[learner]
             if holder.lost_at is None:
-                holder.lost_at = now  # found in a snapshot
+                holder.lost_at = holder.ended_at = holder.stepped_at = now  # found in a snapshot
             elif now - holder.lost_at >= HOLD_SECONDS:
                 out += self.release(learner, "Overdue")
         leased: dict[str, list[int]] = {}
@@ -247,7 +253,7 @@ class BlockLedger:
             learner = min(self._wanting, key=lambda name: (len(self.holders[name].open), name))
             holder = self.holders[learner]
             self._open(learner, holder, serial)
-            holder.stated_at = holder.stepped_at = now
+            holder.ended_at = holder.stepped_at = now
             self._changed[learner] = None
             leased.setdefault(learner, []).append(serial)
         for learner, serials in leased.items():
@@ -268,7 +274,7 @@ class BlockLedger:
             return []  # see HOLD_SECONDS
         if now - holder.stepped_at >= IDLE_SECONDS:
             reason = "NoSteps"
-        elif now - holder.stated_at >= self.patience:
+        elif now - holder.ended_at >= self.patience:
             reason, self.patience = "Overdue", 2 * self.patience
         else:
             return []

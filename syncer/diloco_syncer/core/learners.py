@@ -154,8 +154,8 @@ class LearnerRecord:
     Its last upload that was merged confirms its steps: it has a length, and tokens. Until one does, and
     after many steps without one, its steps count for the pace only as fast as those of others.
     """
-    confirmed_step: int = 0
-    """Its local step when it joined, or when an upload of it was last merged."""
+    unproven_steps: int = 0
+    """Steps that it reported since an upload of it was last merged, those that it repeated in another session too."""
     paced_at: float = -math.inf
     """When its steps last counted for the pace, or should have, monotonic."""
     ejection: Ejection | None = None
@@ -227,12 +227,17 @@ class LearnerRecords:
         """Record whose merged uploads confirm their steps."""
         for name, is_confirmed in confirmed.items():
             record = self.by_name[name]
-            record.confirmed, record.confirmed_step = is_confirmed, record.local_step
+            record.confirmed, record.unproven_steps = is_confirmed, 0
         self._measured = None
 
     def expire_confirmation(self, record: LearnerRecord, steps: int) -> None:
-        """Its last upload confirms no more than this many local steps after it."""
-        if record.confirmed and record.local_step > record.confirmed_step + steps:
+        """
+        Its last upload confirms no more than this many reported steps after it.
+
+        Not its position, which a new session may state: a learner that was cut off trained without a report,
+        and one that connects again and again, or reports the same steps again, must not stay confirmed.
+        """
+        if record.confirmed and record.unproven_steps > steps:
             record.confirmed = False
             self._measured = None
 
@@ -353,7 +358,6 @@ class LearnerRecords:
         record.restarts = hello.restarts
         record.peer_address, record.cluster = hello.peer_address, hello.cluster
         record.report = None
-        record.confirmed_step = max(record.confirmed_step, record.local_step, hello.local_step)
         record.region = hello.region
         record.step_seconds = None
         record.local_step = max(record.local_step, hello.local_step)
@@ -385,6 +389,7 @@ class LearnerRecords:
             self.changed()
         record.report = event
         record.reported_at = now
+        record.unproven_steps += steps
         if record.hangs:
             record.hangs = False
             self.changed()
@@ -396,9 +401,9 @@ class LearnerRecords:
             record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
         self._reports += 1
         newest = record.history.newest
-        if newest is None or event.local_step > newest.local_step:
-            steps = min(steps, record.history.add(event, now))
-        return steps
+        if newest is not None and event.local_step <= newest.local_step:
+            return 0  # reported in an earlier session of this process
+        return min(steps, record.history.add(event, now))
 
     def leave(self, learner: str, session: int) -> LearnerRecord | None:
         """Close a session; None if it was not current."""

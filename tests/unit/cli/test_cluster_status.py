@@ -62,7 +62,14 @@ def test_status_shows_what_is_wrong_with_the_work_of_learners(tmp_path, kubectl)
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [("{", "is not JSON"), ("[]", "is not a JSON object")]
+    ("content", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("[" * 4096, "is not JSON: nested too deeply"),
+        (f'{{"problem": {"[" * 500}{"]" * 500}}}', "is not JSON: nested too deeply"),
+    ],
+    ids=["torn", "list", "open-lists", "lists"],
 )
 def test_a_health_file_that_cannot_be_read_is_a_problem_that_is_not_known(
     tmp_path, kubectl, content, reason

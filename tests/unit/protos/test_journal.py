@@ -151,6 +151,9 @@ def test_27_a_journal_in_parts_is_bounded_and_read_in_order(tmp_path: Path):
     numbers = [row["i"] for row in found if "i" in row]
     assert numbers == list(range(120 - len(numbers), 120))
     heads = [row["part"] for row in found if row.get("event") == "rotate"]
+    there = sorted(int(p.suffixes[0][1:]) for p in tmp_path.glob("events.*.jsonl"))
+    assert len(there) > 1
+    assert heads == [*there, there[-1] + 1], "of every file that is there"
     assert heads == [number for number, _ in parts(path)]
     assert found[0]["event"] == "rotate"
     assert heads[0] > 1

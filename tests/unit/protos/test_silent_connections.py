@@ -142,7 +142,7 @@ def test_a_connection_carries_so_many_calls_at_a_time(monkeypatch):
             payload for kind, flags, payload in peer.frames() if kind == SETTINGS and not flags
         )
     values = dict(struct.iter_unpack(">HI", settings))
-    assert values[MAX_CONCURRENT_STREAMS] == servers.CONNECTION_STREAMS
+    assert values[MAX_CONCURRENT_STREAMS] == servers.CONNECTION_STREAMS == 128, "as documented"
 
 
 @pytest.mark.parametrize(

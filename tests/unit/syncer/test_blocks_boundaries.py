@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from diloco_syncer.core.blocks import (
     BLOCK_SECONDS,
     HOLD_SECONDS,
@@ -230,6 +232,52 @@ def test_a_pause_of_the_syncer_does_not_shorten_the_time_for_a_block():
     assert lines(ledger.advance(BLOCK_SECONDS + 50.0))[0][1]["reason"] == "Overdue"
 
 
+def restating(ledger, second, *, reconnects=False, trained=()):
+    """eu/0 states what it has, in its session or in a new one after a cut of a second."""
+    session = 1
+    if reconnects:
+        session = 1 + second
+        ledger.left("eu/0", "StreamEnded", second - 1.0)
+    opened = [0, 1, 2][len(trained) :]
+    event = stated(
+        session=session, items=40, wanted=len(opened), opened=opened, trained=trained
+    )  # of 4 blocks in a pass
+    return take(ledger, event, float(second))
+
+
+@pytest.mark.parametrize("reconnects", [False, True], ids=["one session", "ever new sessions"])
+def test_a_learner_that_states_the_same_blocks_again_has_no_more_time_for_them(reconnects):
+    ledger = starved()
+    for second in range(20, int(BLOCK_SECONDS), 20):
+        ledger.stepped("eu/0", float(second))
+        assert lines(restating(ledger, second, reconnects=reconnects)) == []
+    name, fields = lines(ledger.advance(BLOCK_SECONDS))[0]
+    assert (name, fields["learner"], fields["reason"]) == ("release", "eu/0", "Overdue")
+
+
+def test_to_state_the_same_blocks_again_is_no_step():
+    ledger = starved()
+    for second in range(20, int(IDLE_SECONDS), 20):
+        assert lines(restating(ledger, second, reconnects=True)) == []
+    name, fields = lines(ledger.advance(IDLE_SECONDS))[0]
+    assert (name, fields["learner"], fields["reason"]) == ("release", "eu/0", "NoSteps")
+
+
+def test_a_block_that_ends_gives_the_learner_time_for_the_next_one():
+    ledger = starved()
+    restating(ledger, 100, trained=[0])
+    assert ledger.holders["eu/0"].ended_at == ledger.holders["eu/0"].stepped_at == 100.0
+
+
+@pytest.mark.parametrize("ticks", [False, True])
+def test_after_a_restart_of_the_syncer_the_time_for_a_block_begins_again(ticks):
+    ledger = restarted(starved())
+    if ticks:
+        ledger.advance(1e6)
+    take(ledger, stated(session=5, items=40, wanted=3, opened=[0, 1, 2]), 1e6)
+    assert ledger.holders["eu/0"].ended_at == ledger.holders["eu/0"].stepped_at == 1e6
+
+
 def test_a_pause_of_the_syncer_does_not_shorten_the_time_of_a_broken_connection():
     ledger = BlockLedger()
     take(ledger, stated())
@@ -242,7 +290,7 @@ def test_a_pause_of_the_syncer_does_not_shorten_the_time_of_a_broken_connection(
 def test_a_new_lease_begins_a_new_time():
     ledger = starved()
     ledger.advance(IDLE_SECONDS)  # eu/0 lost its blocks, and us/0 has them
-    assert ledger.holders["us/0"].stepped_at == ledger.holders["us/0"].stated_at == IDLE_SECONDS
+    assert ledger.holders["us/0"].stepped_at == ledger.holders["us/0"].ended_at == IDLE_SECONDS
     out = take(ledger, stated(items=40, wanted=3), IDLE_SECONDS + 1)
     assert leases(out)["eu/0"]
     assert ledger.advance(2 * IDLE_SECONDS - 0.1) == []

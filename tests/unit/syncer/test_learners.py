@@ -338,10 +338,10 @@ def test_an_upload_confirms_a_speed_for_a_number_of_steps_only():
     for name, session in (("a", 1), ("b", 2), ("c", 3)):
         learners.report(reported(name, session=session, local_step=2), now=11.0)
     assert learners.least_step_seconds(record) == 0.0
-    record.local_step = record.confirmed_step + 40
+    record.unproven_steps = 40
     learners.expire_confirmation(record, 40)
     assert record.confirmed
-    record.local_step += 1
+    record.unproven_steps += 1
     learners.expire_confirmation(record, 40)
     assert not record.confirmed
     assert learners.least_step_seconds(record) == 1.0, "the median of the others"
@@ -409,15 +409,23 @@ def test_a_report_without_new_tokens_keeps_the_tokens_of_a_step():
     assert learners.by_name["eu/0"].step_tokens == 60.0
 
 
-@pytest.mark.parametrize(("confirmed_at", "known", "stated"), [(50, 7, 9), (7, 50, 9), (7, 9, 50)])
-def test_a_session_counts_its_steps_without_a_merge_from_the_newest_that_is_known(
-    confirmed_at, known, stated
-):
+def test_steps_without_a_merge_are_counted_as_they_are_reported_in_whatever_session():
     learners = joined()
     record = learners.by_name["eu/0"]
-    record.confirmed_step, record.local_step = confirmed_at, known
-    learners.admit(hello(session=2, fresh=False, local_step=stated), now=7.0)
-    assert record.confirmed_step == 50
+    for local_step in (7, 9):
+        learners.report(reported(local_step=local_step), now=6.0)
+    assert record.unproven_steps == 3, "of the first report of a session, one"
+    learners.admit(hello(session=2, fresh=False, local_step=5000), now=7.0)
+    assert record.unproven_steps == 3, "what it trained during a cut was not reported"
+    learners.report(reported(session=2, local_step=5000), now=8.0)
+    learners.report(reported(session=2, local_step=5000), now=8.0)
+    assert record.unproven_steps == 4
+    learners.admit(hello(session=3, fresh=False), now=9.0)
+    learners.report(reported(session=3, local_step=8), now=9.0)
+    learners.report(reported(session=3, local_step=9), now=9.0)
+    assert record.unproven_steps == 6, "also those that it had reported"
+    learners.confirm({"eu/0": False})
+    assert record.unproven_steps == 0
 
 
 def test_a_new_process_has_confirmed_nothing_and_the_next_session_of_one_still_has():
@@ -488,8 +496,8 @@ def test_a_step_that_was_reported_before_a_cut_is_credited_once():
         session=1, learner="eu/0", local_step=5, steps=(5,), tokens=(50,), offers=frozenset(), total_tokens=50,
         global_step=0, step_seconds=1.0, sync_seconds=0.0, loss=None,
     )  # fmt: skip
-    learners.report(report, now=1.0)
+    assert learners.report(report, now=1.0) == 1
     learners.leave("eu/0", 1)
     learners.admit(hello(session=2, fresh=False, local_step=5), now=2.0)
-    assert learners.report(replace(report, session=2), now=3.0) == 1
+    assert learners.report(replace(report, session=2), now=3.0) == 0
     assert len(learners.by_name["eu/0"].history.reports) == 1
