@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from diloco.journal import reader
 from diloco.journal.records import decode
-from diloco.journal.replay import first_difference
+from diloco.journal.replay_difference import first_difference
 from diloco.journal.replay_files import plan_from, tapes_in
 from diloco_local import run_control
 from diloco_local.replay import ReplayError, replay

@@ -28,6 +28,8 @@ class Held(Fields):
     fragment: int
     step: int
     """Global, of the merge; 0: the initial one."""
+    epoch: int | None = None
+    """Of the syncer that made the merge; None: the release did not state it, or the version is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

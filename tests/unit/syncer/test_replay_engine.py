@@ -31,7 +31,7 @@ class Driven:
 
     def __init__(self, *, learners=("eu/0", "us/0"), initial=True, plan=None):
         plan = plan or plan_of(EVENTS, TAPES, feedback=False)
-        self.engine = ReplayEngine(spec=SPEC, epoch=1, plan=plan)
+        self.engine = ReplayEngine.of(SPEC, plan)
         self.now, self.decisions = 0.0, []
         for number, name in enumerate(learners, 1):
             self.hello(name, number)
@@ -144,13 +144,13 @@ def committed_first():
 def test_a_version_is_shown_to_those_that_applied_it_when_it_exists():
     driven, decisions = committed_first()
     shown = of(decisions, ev.ShowVersion)
-    assert [(s.learner, s.fragment, s.step, s.announced) for s in shown] == [
-        ("eu/0", 1, 1, True),
-        ("us/0", 1, 1, True),
+    assert [(s.learner, s.fragment, s.version, s.announced) for s in shown] == [
+        ("eu/0", 1, (1, 1), True),
+        ("us/0", 1, (1, 1), True),
     ]
     initial = of(driven.decisions, ev.ShowVersion)[:4]
-    assert {(s.learner, s.fragment, s.step, s.announced) for s in initial} == {
-        (name, fragment, 0, False) for name in ("eu/0", "us/0") for fragment in (0, 1)
+    assert {(s.learner, s.fragment, s.version, s.announced) for s in initial} == {
+        (name, fragment, (1, 0), False) for name in ("eu/0", "us/0") for fragment in (0, 1)
     }
 
 
@@ -161,7 +161,7 @@ def test_no_result_is_shown_to_a_process_that_may_still_download_the_model():
     driven.contribute(pull, "eu/0", 2)
     assert [s.learner for s in of(driven.merged(pull), ev.ShowVersion)] == ["eu/0"]
     shown = of(driven.report("us/0", 0), ev.ShowVersion)  # as it begins
-    assert [(s.learner, s.step) for s in shown] == [("us/0", 1)]
+    assert [(s.learner, s.version) for s in shown] == [("us/0", (1, 1))]
 
 
 def test_a_version_is_not_shown_while_a_copy_of_before_may_still_be_sent():

@@ -22,8 +22,8 @@ def replay(*, ended=True):
     return Replay(plan_of(EVENTS, found, feedback=False).lives["eu/0", 0])
 
 
-def link(step=0, *, ready=(), versions=((1, 0), (1, 0)), **more):
-    return LinkState(phase=Phase.TRAINING, step=step, ready=ready, versions=versions, open=[0, 1], **more)  # fmt: skip
+def link(step=0, *, epoch=1, ready=(), versions=((1, 0), (1, 0)), **more):
+    return LinkState(phase=Phase.TRAINING, epoch=epoch, step=step, ready=ready, versions=versions, open=[0, 1], **more)  # fmt: skip
 
 
 def test_a_step_copies_and_applies_what_the_tape_has_and_nothing_else():
@@ -63,7 +63,7 @@ def test_a_fragment_is_copied_again_only_when_its_earlier_copy_is_merged():
 def test_a_step_states_what_it_waits_for():
     made = replay()
     made.observe(link(0))
-    assert made.waits(5) == "local step 5 waits for the merge of step 1"
+    assert made.waits(5) == "local step 5 waits for the merge of step 1 of epoch 1"
     assert made.waits(3) == "local step 3 waits for fragment 1 of step 1"
 
 

@@ -122,7 +122,9 @@ class Tape:
 def _held(fragments: Iterable[int], trainer: core.TrainerCore) -> tuple[tape.Held, ...]:
     versions = trainer.ledger.versions
     return tuple(
-        tape.Held(fragment=fragment, step=version[1] if (version := versions[fragment]) else -1)
+        tape.Held(fragment=fragment, step=version[1], epoch=version[0])
+        if (version := versions[fragment])
+        else tape.Held(fragment=fragment, step=-1)
         for fragment in fragments
     )
 
