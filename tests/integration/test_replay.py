@@ -1,4 +1,4 @@
-"""Real runs of two learners of unequal speed, one of which is killed, and their replay with real processes."""
+"""Real runs of learners of unequal speed, one of which or the syncer is killed, and their replay with real processes."""
 
 import json
 import shutil
@@ -44,15 +44,21 @@ while not learner.done:
 STEPS = 90
 
 
-def job():
+def job(*, feedback=False):
     return {
         "apiVersion": "diloco.dev/v1alpha1",
         "kind": "DiLoCoJob",
         "metadata": {"name": "replayed"},
         "spec": {
             "steps": STEPS,
-            "sync": {"fragments": 3, "interval": 6, "quorum": 2, "wire": {"up": "Int4"}},
+            "sync": {
+                "fragments": 3,
+                "interval": 6,
+                "quorum": 2,
+                "wire": {"up": "Int4", "errorFeedback": feedback},
+            },
             "learner": {"command": ["python", "train.py"], "checkpoint": {"everySteps": 4}},
+            "syncer": {"checkpoint": {"everySteps": 14, "keep": 2}},
             "regions": [
                 {"name": "eu", "learners": 1, "config": {"seconds": 0.02}},
                 {"name": "us", "learners": 1, "config": {"seconds": 0.05}},
@@ -110,6 +116,38 @@ def same(ours, theirs):
     return [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
 
 
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """
+    A complete run whose syncer was killed twice, with error feedback: the first time one of its learners dies at the
+    same moment.
+    """
+    folder = tmp_path_factory.mktemp("restarted")
+    (folder / "train.py").write_text(PROGRAM)
+    run = LocalRun(folder, job(feedback=True))
+    try:
+        for number in (12, 30):
+            until(lambda: len(merges(run.dir)) >= number, "some merges", seconds=600)  # noqa: B023
+            run.kill_syncer()
+            if number == 12:
+                run_control.kill(run.dir, "us/0")
+        assert run.process.wait(900) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    return run.dir
+
+
+def same_state(recorded, directory):
+    """Names of the tensors that differ: of Θ and momentum, the model, and each learner's last state."""
+    model = "model/model.safetensors"
+    found = same(snapshot(recorded), snapshot(directory))
+    found += same(load_file(recorded / model), load_file(directory / model))
+    for learner in ("eu-0", "us-0"):
+        [*_, ours] = sorted((recorded / "learners" / learner).glob("checkpoint-*.safetensors"))
+        found += same(load_file(ours), load_file(directory / "learners" / learner / ours.name))
+    return found
+
+
 def test_the_tape_has_a_learner_that_was_killed_and_came_back(recorded):
     plan = plan_from(recorded)
     first, second = plan.lives_of("us/0")
@@ -126,14 +164,7 @@ def test_a_replay_ends_with_the_same_bits(recorded, replayed):
     assert difference is None
     assert shown[-1].startswith(f"identical: {len(merges(recorded))} merges up to step {STEPS}")
     assert len(merges(directory)) == len(merges(recorded))
-    # What was compared by digests, in full: Θ and momentum, the model, and each learner's last state.
-    assert same(snapshot(recorded), snapshot(directory)) == []
-    model = "model/model.safetensors"
-    assert same(load_file(recorded / model), load_file(directory / model)) == []
-    for learner in ("eu-0", "us-0"):
-        [*_, ours] = sorted((recorded / "learners" / learner).glob("checkpoint-*.safetensors"))
-        theirs = directory / "learners" / learner / ours.name
-        assert same(load_file(ours), load_file(theirs)) == []
+    assert same_state(recorded, directory) == []  # what was compared by digests, in full
 
 
 def test_a_changed_digest_is_found_at_its_step_tensor_and_worker(recorded, tmp_path):
@@ -180,3 +211,20 @@ def test_a_replay_that_cannot_continue_names_what_it_waits_for(recorded, tmp_pat
 def test_the_digests_show_no_difference_that_the_values_do_not(recorded, replayed):
     directory, _, _ = replayed
     assert first_difference(plan_from(recorded), merges(directory), tapes_in(directory)) is None
+
+
+def test_a_replay_continues_through_restarts_of_the_syncer_and_ends_with_the_same_bits(
+    restarted, tmp_path
+):
+    plan, shown = plan_from(restarted), []
+    first, second, third = plan.epochs
+    assert (plan.ends, plan.complete) == ("", True)
+    for before, after in ((first, second), (second, third)):
+        assert before.rounds[-1].step > after.step > 0  # each restart has undone merges
+    eu = plan.lives["eu/0", 0]
+    assert {epoch for epoch, _ in (r.version for r in eu.results)} == {1, 2, 3}  # it lived on
+    assert len(plan.lives_of("us/0")) == 2
+    difference = replay(restarted, to=None, directory=tmp_path / "replay", show=shown.append)
+    assert difference is None, difference
+    assert "in 3 epochs of the syncer" in shown[-1]
+    assert same_state(restarted, tmp_path / "replay") == []

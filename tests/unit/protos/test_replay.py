@@ -123,8 +123,6 @@ def test_the_state_of_a_peer_is_saved_by_the_peer_at_the_step_that_was_taken():
 @pytest.mark.parametrize(
     ("events", "sentence", "steps"),
     [
-        ([*EVENTS, start(step=3, epoch=2), merge(4, member("eu/0", 8))],
-         "the syncer was started again after step 3, which is not replayed yet", 3),
         ([*EVENTS, merge(4, member("ap/0", 5))], "before step 4: ap/0 has no tape of incarnation 1", 3),
         ([*EVENTS, merge(4, member("us/0", 5))],
          "before step 4: us/0 has no tape of local step 5, which was merged; its last is 4", 3),

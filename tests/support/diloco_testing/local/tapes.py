@@ -18,9 +18,9 @@ def start(*, step: int = 0, steps: int = 6, epoch: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def initialised(learner: str = "eu/0") -> dict[str, Any]:
+def initialised(learner: str = "eu/0", *, epoch: int = 1) -> dict[str, Any]:
     """The line about Θ^(0)."""
-    return {"event": "initialised", "epoch": 1, "learner": learner}
+    return {"event": "initialised", "epoch": epoch, "learner": learner}
 
 
 Applied = tuple[int, int] | tuple[int, int, int | None]
