@@ -110,7 +110,9 @@ def caveats(plan: Plan) -> list[str]:
     found = [f"replaying global steps 1 to {plan.to}"]
     for ended, begun in pairwise(plan.epochs):
         last = ended.rounds[-1].step if ended.rounds else ended.step
-        found.append(f"step {last} is followed by epoch {begun.number} of the syncer, from step {begun.step}")
+        found.append(
+            f"step {last} is followed by epoch {begun.number} of the syncer, from step {begun.step}"
+        )
     if plan.ends:
         found.append(plan.ends)
     machines = {life.process.begin.machine for life in plan.lives.values()}

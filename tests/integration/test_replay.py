@@ -1,4 +1,4 @@
-"""Real runs of learners of unequal speed, one of which or the syncer is killed, and their replay with real processes."""
+"""Real runs of two learners of unequal speed, of which one is killed or the syncer, and their replay."""
 
 import json
 import shutil

@@ -229,7 +229,7 @@ def _add_copies(plan: Plan) -> None:
     lives = {(life.key[0], life.process.begin.incarnation): life for life in plan.lives.values()}
     newest: dict[tuple[Key, int], Version] = {}
     """Process and fragment → the last merge of a copy."""
-    for epoch, merge in ((epoch, merge) for epoch in plan.epochs for merge in epoch.rounds):
+    for epoch, merge in ((each, merge) for each in plan.epochs for merge in each.rounds):
         for member in merge.members:
             life = lives.get((member.learner, member.incarnation))
             if life is None or member.step > life.last:

@@ -237,7 +237,7 @@ class Recorded:
         if self.initialiser:
             self.ends = (
                 f"the syncer was started again after step {self._step()} without a snapshot: with which parameters "
-                f"{learner} began the run anew is not on the tape"
+                f"{learner} began the run again is not on the tape"
             )
         self.initialiser = learner
 

@@ -23,7 +23,9 @@ def replay(*, ended=True):
 
 
 def link(step=0, *, epoch=1, ready=(), versions=((1, 0), (1, 0)), **more):
-    return LinkState(phase=Phase.TRAINING, epoch=epoch, step=step, ready=ready, versions=versions, open=[0, 1], **more)  # fmt: skip
+    return LinkState(
+        phase=Phase.TRAINING, epoch=epoch, step=step, ready=ready, versions=versions, open=[0, 1], **more
+    )  # fmt: skip
 
 
 def test_a_step_copies_and_applies_what_the_tape_has_and_nothing_else():

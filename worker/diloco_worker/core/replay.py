@@ -86,7 +86,9 @@ class Replay:
         for copy in life.copies.get(local_step, ()):
             if self._position < copy.after:
                 epoch, step = copy.after
-                return f"local step {local_step} waits for the merge of step {step} of epoch {epoch}"
+                return (
+                    f"local step {local_step} waits for the merge of step {step} of epoch {epoch}"
+                )
         results = life.process.steps[local_step].results or ()
         names = ", ".join(f"{held.fragment} of step {held.step}" for held in results)
         return f"local step {local_step} waits for fragment {names}"
