@@ -276,7 +276,8 @@ class ReplayEngine(Engine):
                 out  # it may still download the model, and would get a newer version of a fragment
             )
         for fragment, results in process.results.items():
-            while results and self._may_have(process, results[0], record.local_step):
+            # Not of the record: an earlier process may have made more steps than this one began with.
+            while results and self._may_have(process, results[0], record.report.local_step):
                 result = results.popleft()
                 process.reached[fragment] = result.local_step
                 out.append(
@@ -324,9 +325,8 @@ class ReplayEngine(Engine):
 
     def _has_saved(self, peer: Peer) -> bool:
         record = self.learners.by_name.get(peer.learner)
-        if record is None or record.session is None:
-            return False
-        return record.local_step >= peer.local_step
+        report = record.report if record is not None else None
+        return report is not None and report.local_step >= peer.local_step
 
     def _recorded(self, admit: ev.Admit, life: Life) -> ev.Admit:
         begin, peer = life.process.begin, life.peer

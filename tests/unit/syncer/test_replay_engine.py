@@ -251,6 +251,7 @@ def test_a_peer_that_is_not_connected_is_waited_for():
     driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
     assert of(driven.hello("eu/0", 7), ev.Admit) == []
     driven.hello("us/0", 2, fresh=False)
+    driven.report("us/0", 3)
     assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
 
 
@@ -305,6 +306,47 @@ def test_ready_is_sent_again_in_a_new_session_and_nothing_is_shown_twice():
     decisions = driven.hello("eu/0", 1, fresh=False)
     assert of(decisions, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
     assert of(decisions, ev.ShowVersion) == []
+
+
+def begun_earlier(driven):
+    """us/0 had made 6 steps; its next process begins after step 3, since the rest was not known any more."""
+    driven.report("us/0", 6)
+    driven.handle(ev.Left(session=2, learner="us/0", reason="StreamEnded"))
+    driven.hello("us/0", 3, restarts=1)
+
+
+def test_a_process_that_makes_steps_again_is_shown_its_results_one_at_a_time():
+    again = process(
+        "us/0", 7, incarnation=3, restarts=1, after=3, found=3, results={5: [(1, 1)], 6: [(1, 3)]}
+    )
+    found = tapes(
+        eu_0=process("eu/0", 9, results={3: [(1, 1)], 5: [(0, 2)], 7: [(1, 3)]}),
+        us_0=[*process("us/0", 6, ended=False), *again],
+    )
+    rounds = [merge(n, member("eu/0", 2 * n, base=n - 2 if n > 2 else 0)) for n in (1, 2, 3)]
+    driven = Driven(plan=plan_of([*EVENTS[:2], *rounds], found, feedback=False))
+    begun_earlier(driven)
+    for local_step in (2, 4, 6):
+        [pull] = of(driven.report("eu/0", local_step), ev.Pull)
+        driven.contribute(pull, "eu/0", local_step)
+        driven.merged(pull)
+    assert [s.version for s in of(driven.report("us/0", 3), ev.ShowVersion)] == [(1, 1)]
+    assert of(driven.report("us/0", 4), ev.ShowVersion) == []
+    assert [s.version for s in of(driven.report("us/0", 5), ev.ShowVersion)] == [(1, 3)]
+
+
+def test_a_peer_that_makes_steps_again_is_waited_for_until_it_has_made_the_checkpoint():
+    plan = plan_of(EVENTS, TAPES, feedback=False)
+    plan.lives["us/0", 1] = replace(plan.lives["us/0", 0])
+    plan.lives["eu/0", 0].peer = Peer(learner="us/0", local_step=5, step=2)
+    driven = Driven(learners=("us/0",), plan=plan)
+    driven.report("us/0", 6)
+    driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
+    driven.hello("us/0", 3, restarts=1)
+    driven.report("us/0", 4)
+    assert of(driven.hello("eu/0", 7), ev.Admit) == []
+    driven.report("us/0", 5)
+    assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
 
 
 # ------------------------------------------------------------ restarts of the syncer
