@@ -52,12 +52,12 @@ class Epoch:
 
 
 def version_of(held: Held, process: Process) -> Version:
-    """What a line of this process states; earlier releases stated no epoch, so it is that of the beginning."""
+    """What a line of this process states: without an epoch, it is that of the beginning."""
     return process.begin.epoch if held.epoch is None else held.epoch, held.step
 
 
 def states_epochs(process: Process) -> bool:
-    """Whether the versions on its tape have epochs."""
+    """Whether its tape has an epoch wherever it is another one: earlier releases stated none."""
     return all(held.epoch is not None or held.step < 0 for held in process.begin.held)
 
 

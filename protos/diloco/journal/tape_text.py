@@ -94,8 +94,8 @@ def _of_learner(place: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[tupl
 
 
 def _held(held: tape.Held, epoch: int) -> str:
-    other = held.epoch not in (None, epoch)
-    return f"{held.fragment} of step {held.step}{f' of epoch {held.epoch}' if other else ''}"
+    of = f" of epoch {held.epoch}" if held.epoch not in (None, epoch) else ""
+    return f"{held.fragment} of step {held.step}{of}"
 
 
 def _time(line: Mapping[str, Any]) -> str:

@@ -309,7 +309,7 @@ def test_ready_is_sent_again_in_a_new_session_and_nothing_is_shown_twice():
 
 
 def begun_earlier(driven):
-    """us/0 had made 6 steps; its next process begins after step 3, since the rest was not known any more."""
+    """us/0 had made 6 steps; its next process begins after step 3, since the rest was no longer known."""
     driven.report("us/0", 6)
     driven.handle(ev.Left(session=2, learner="us/0", reason="StreamEnded"))
     driven.hello("us/0", 3, restarts=1)
