@@ -315,7 +315,7 @@ class ReplayEngine(Engine):
         if not any(isinstance(decision, ev.Admit) for decision in out):
             return out
         known = self._processes.get(event.learner)
-        if event.fresh or known is None or known.life is not life:
+        if known is None or known.life is not life:
             self._processes[event.learner] = _Process.of(life)
         self._processes[event.learner].ready = False
         self._announced.pop(event.learner, None)

@@ -468,6 +468,14 @@ def test_an_epoch_without_a_merge_ends_when_the_model_exists():
     assert pulls(driven.report("eu/0", 2)) == [(1, ("eu/0",))]
 
 
+def test_a_process_whose_session_ended_before_it_was_welcomed_is_shown_nothing_twice():
+    driven = restarted()
+    driven.handle(ev.Tick())
+    found = driven.hello("eu/0", 1)  # it has no incarnation yet, so it is a fresh one again
+    assert of(found, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
+    assert of(found, ev.ShowVersion) == []
+
+
 def test_the_job_is_complete_after_the_last_round():
     driven, _ = committed_first()
     driven.report("us/0", 3)
