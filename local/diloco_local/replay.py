@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from diloco.errors import ConfigError
 from diloco.journal import reader
 from diloco.journal.parts import Position, parts
 from diloco.journal.records import Merge, RecordError, decode
-from diloco.journal.replay import Difference, Life, Plan, first_difference
+from diloco.journal.replay import Life, Plan
+from diloco.journal.replay_difference import Difference, first_difference
 from diloco.journal.replay_files import plan_from, processor, tapes_in
 from diloco.runtime import files
 from diloco.runtime.disk import PRIVATE
@@ -94,7 +96,7 @@ def replay(
         # What the run has in an object store stays as it is.
         target.adopt(source.manifest, job, replace(spec, snapshot_url="", output_url=""))
         document = target.path / "state" / "replay.json"
-        text = json.dumps({"run": str(source.path), "to": plan.to}) + "\n"
+        text = json.dumps({"run": str(source.path), "to": to}) + "\n"
         files.replace(document, text, mode=PRIVATE)
         commands = Commands(
             plan=plan_of_job(job), run_dir=target, settings=Settings.from_environment(),
@@ -106,6 +108,11 @@ def replay(
 def caveats(plan: Plan) -> list[str]:
     """What a person must know before: how far the replay goes, and why bits may differ."""
     found = [f"replaying global steps 1 to {plan.to}"]
+    for ended, begun in pairwise(plan.epochs):
+        last = ended.rounds[-1].step if ended.rounds else ended.step
+        found.append(
+            f"step {last} is followed by epoch {begun.number} of the syncer, from step {begun.step}"
+        )
     if plan.ends:
         found.append(plan.ends)
     machines = {life.process.begin.machine for life in plan.lives.values()}
@@ -157,9 +164,11 @@ class _Replay:
                 life.process.end is not None and not life.stopped
                 for life in self._plan.lives.values()
             )
+            epochs = len(self._plan.epochs)
             self._show(
                 f"identical: {len(self._merges)} merges up to step {self._plan.to} by "
-                f"{len(self._plan.lives)} processes of learners (merged parameters, Θ and momentum), and the last "
+                f"{len(self._plan.lives)} processes of learners (merged parameters, Θ and momentum)"
+                f"{f', in {epochs} epochs of the syncer' if epochs > 1 else ''}, and the last "
                 f"parameters of {ends} of them"
             )
         return difference

@@ -202,7 +202,7 @@ def _assemble(
         spec, given.directory, snapshot, epoch=epoch, run=run, output=output.url if output else ""
     )
     if given.replay is not None:
-        engine = _replayed(spec, given, epoch=epoch, fresh=snapshot is None)
+        engine = _replayed(spec, given, fresh=snapshot is None)
     formats.warm_up()
     streaming.warm_up()
     newest = max((learner.incarnation for learner in engine.learners), default=0)
@@ -255,10 +255,10 @@ def _assemble(
     )  # fmt: skip
 
 
-def _replayed(spec: RunSpec, given: settings.Settings, *, epoch: int, fresh: bool) -> ReplayEngine:
+def _replayed(spec: RunSpec, given: settings.Settings, *, fresh: bool) -> ReplayEngine:
     if given.replay is None or not fresh:
         raise ConfigError(f"{given.directory}: holds snapshots; a replay needs a new directory")
-    return ReplayEngine(spec=spec, epoch=epoch, plan=plan_in(given.replay))
+    return ReplayEngine.of(spec, plan_in(given.replay))
 
 
 def _objects(url: str, given: settings.Settings, spec: RunSpec) -> Objects | None:

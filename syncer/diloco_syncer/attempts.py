@@ -234,6 +234,14 @@ class Attempts:
         if aborted is not None:
             aborted.finish(committed=False, reason=reason)
 
+    def forget(self) -> None:
+        """Of a replay that begins another epoch: remove all, since its rounds have the same numbers."""
+        with self._lock:
+            removed, self._attempts = [*self._attempts.values()], OrderedDict()
+        for each in removed:
+            each.finish(committed=False, reason="another epoch begins")
+            each.end_uploads()
+
     def commit(self, attempt: Attempt) -> None:
         """Mark an attempt as committed and remove the oldest committed ones."""
         attempt.finish(committed=True)

@@ -316,7 +316,7 @@ class Coordinator:
                 self._writer.export(
                     self._parameters(), step=decision.step, tokens=self._state.engine.tokens
                 )
-            case ev.WakeAt() | ev.ShowVersion():
+            case ev.WakeAt() | ev.ShowVersion() | ev.BeginEpoch():
                 raise AssertionError("handled with its batch, or by a replay")
 
     def _record_blocks(self, state: Mapping[str, Any] | None) -> None:

@@ -2,6 +2,8 @@
 Carries the decisions of a replay out: learners get the versions that they are shown, and no others.
 
 A version that a learner applied late is kept until it was shown, so at most as many as in the run that is replayed.
+One process carries out all epochs: the fragments that a snapshot held are kept until the epoch that began with it
+does, and are what the syncer has then. Learners see what they saw: their sessions end, and another epoch welcomes them.
 """
 
 from __future__ import annotations
@@ -19,36 +21,52 @@ from diloco_syncer.storage.parameters import FragmentParameters
 class ReplayCoordinator(Coordinator):
     """See `Coordinator`; its engine is a `ReplayEngine`."""
 
-    _kept: dict[tuple[int, int], FragmentParameters]
-    """Fragment and global step → a version that a learner is still to be shown."""
-    _left: Counter[tuple[int, int]] | None = None
-    """How often each will be shown."""
+    _kept: dict[tuple[int, Version], FragmentParameters]
+    """Fragment and version → one that a learner is still to be shown, or that an epoch begins with."""
+    _left: Counter[tuple[int, Version]] | None = None
+    """How often each will be needed."""
 
     def _carry_out(self, decision: ev.Decision) -> None:
-        if isinstance(decision, ev.ShowVersion):
-            self._show(decision)
-        else:
-            super()._carry_out(decision)
+        match decision:
+            case ev.ShowVersion():
+                self._show(decision)
+            case ev.BeginEpoch():
+                self._begin_epoch(decision)
+            case _:
+                super()._carry_out(decision)
 
     def _show(self, decision: ev.ShowVersion) -> None:
-        left, key = self._counted(), (decision.fragment, decision.step)
-        version = self._kept.get(key)
-        if version is None:
-            raise AssertionError(f"version {key} of {decision} is not kept")
+        version = self._take(decision.fragment, decision.version)
         self._parameters().show(decision.learner, decision.fragment, version)
-        left[key] -= 1
-        if left[key] <= 0:
-            del self._kept[key]
         if decision.announced:
             message = learner_messages.committed(decision.fragment, version.version)
             self.sessions.send(decision.learner, message)
 
-    def _counted(self) -> Counter[tuple[int, int]]:
+    def _begin_epoch(self, decision: ev.BeginEpoch) -> None:
+        fragments = range(len(self._parameters().all()))
+        versions = [decision.versions.get(p, decision.initial) for p in fragments]
+        self._parameters().restore([self._take(p, v) for p, v in enumerate(versions)])
+        self.attempts.forget()
+        self.start(0.0)
+
+    def _take(self, fragment: int, version: Version) -> FragmentParameters:
+        left, key = self._counted(), (fragment, version)
+        found = self._kept.get(key)
+        if found is None:
+            raise AssertionError(f"version {version} of fragment {fragment} is not kept")
+        left[key] -= 1
+        if left[key] <= 0:
+            del self._kept[key]
+        return found
+
+    def _counted(self) -> Counter[tuple[int, Version]]:
         if self._left is None:
-            self._left = Counter(
-                version for life in self._engine.plan.lives.values() for version in life.versions()
-            )
-            self._kept = {(p, 0): found for p, found in enumerate(self._parameters().all())}
+            plan, fragments = self._engine.plan, self._parameters().all()
+            self._left = Counter(v for life in plan.lives.values() for v in life.versions())
+            for epoch in plan.epochs[1:]:
+                versions = (epoch.versions.get(p, epoch.initial) for p in range(len(fragments)))
+                self._left.update(enumerate(versions))
+            self._kept = {(p, found.version): found for p, found in enumerate(fragments)}
         return self._left
 
     @property
@@ -59,12 +77,12 @@ class ReplayCoordinator(Coordinator):
         return engine
 
     def _send_pull(self, decision: ev.Pull) -> None:
-        for member in self._engine.plan.by_step[decision.round].members:
-            bases = () if member.base is None else ((self._engine.epoch, member.base),)
+        for member, base in self._engine.members(decision.round):
+            bases = () if base is None else (base,)
             message = learner_messages.pull(decision, self._parameters(), bases=bases)
-            self.sessions.send(member.learner, message)
+            self.sessions.send(member, message)
 
     def _announce(self, fragment: int, version: Version) -> None:
-        key = (fragment, version[1])
+        key = (fragment, version)
         if self._counted()[key] > 0:
             self._kept[key] = self._parameters().current(fragment)

@@ -1,4 +1,4 @@
-"""Real runs of two learners of unequal speed, one of which is killed, and their replay with real processes."""
+"""Real runs of two learners of unequal speed, of which one is killed or the syncer, and their replay."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from diloco.journal import reader
 from diloco.journal.records import decode
-from diloco.journal.replay import first_difference
+from diloco.journal.replay_difference import first_difference
 from diloco.journal.replay_files import plan_from, tapes_in
 from diloco_local import run_control
 from diloco_local.replay import ReplayError, replay
@@ -44,15 +44,21 @@ while not learner.done:
 STEPS = 90
 
 
-def job():
+def job(*, steps=STEPS, feedback=False):
     return {
         "apiVersion": "diloco.dev/v1alpha1",
         "kind": "DiLoCoJob",
         "metadata": {"name": "replayed"},
         "spec": {
-            "steps": STEPS,
-            "sync": {"fragments": 3, "interval": 6, "quorum": 2, "wire": {"up": "Int4"}},
+            "steps": steps,
+            "sync": {
+                "fragments": 3,
+                "interval": 6,
+                "quorum": 2,
+                "wire": {"up": "Int4", "errorFeedback": feedback},
+            },
             "learner": {"command": ["python", "train.py"], "checkpoint": {"everySteps": 4}},
+            "syncer": {"checkpoint": {"everySteps": 20, "keep": 2}},
             "regions": [
                 {"name": "eu", "learners": 1, "config": {"seconds": 0.02}},
                 {"name": "us", "learners": 1, "config": {"seconds": 0.05}},
@@ -110,6 +116,64 @@ def same(ours, theirs):
     return [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
 
 
+def undone(run):
+    """Newest snapshot, and how many steps a restart would undo now."""
+    lines = run.lines("events.jsonl")
+    snapshots = [line["step"] for line in lines if line["event"] == "snapshot" and line["ok"]]
+    newest = max(snapshots, default=0)
+    return newest, max(0, run.step() - newest)
+
+
+def count(run, event):
+    return sum(line["event"] == event for line in run.lines("events.jsonl"))
+
+
+def kill_both(run, *, least):
+    """
+    Kill a learner, then the syncer, once its newest snapshot is of this step or a later one.
+
+    Nothing can be merged without the learner: the line of a merge is written some milliseconds after its result is
+    sent, and a replay ends where such a line is missing.
+    """
+
+    def due():
+        newest, steps = undone(run)
+        return newest >= least and 4 <= steps <= 10
+
+    until(due, "merges that a restart undoes", seconds=600)
+    left, starts = count(run, "leave"), count(run, "start")
+    run_control.kill(run.dir, "us/0")
+    until(lambda: count(run, "leave") > left, "the end of its session", seconds=600)
+    run.kill_syncer()
+    until(lambda: count(run, "start") > starts, "the next syncer", seconds=600)
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """A complete run with error feedback, whose syncer was killed before and after its second snapshot."""
+    folder = tmp_path_factory.mktemp("restarted")
+    (folder / "train.py").write_text(PROGRAM)
+    run = LocalRun(folder, job(steps=60, feedback=True))
+    try:
+        kill_both(run, least=0)
+        kill_both(run, least=20)
+        assert run.process.wait(900) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    return run.dir
+
+
+def same_state(recorded, directory):
+    """Names of the tensors that differ: of Θ and momentum, the model, and each learner's last state."""
+    model = "model/model.safetensors"
+    found = same(snapshot(recorded), snapshot(directory))
+    found += same(load_file(recorded / model), load_file(directory / model))
+    for learner in ("eu-0", "us-0"):
+        [*_, ours] = sorted((recorded / "learners" / learner).glob("checkpoint-*.safetensors"))
+        found += same(load_file(ours), load_file(directory / "learners" / learner / ours.name))
+    return found
+
+
 def test_the_tape_has_a_learner_that_was_killed_and_came_back(recorded):
     plan = plan_from(recorded)
     first, second = plan.lives_of("us/0")
@@ -126,14 +190,7 @@ def test_a_replay_ends_with_the_same_bits(recorded, replayed):
     assert difference is None
     assert shown[-1].startswith(f"identical: {len(merges(recorded))} merges up to step {STEPS}")
     assert len(merges(directory)) == len(merges(recorded))
-    # What was compared by digests, in full: Θ and momentum, the model, and each learner's last state.
-    assert same(snapshot(recorded), snapshot(directory)) == []
-    model = "model/model.safetensors"
-    assert same(load_file(recorded / model), load_file(directory / model)) == []
-    for learner in ("eu-0", "us-0"):
-        [*_, ours] = sorted((recorded / "learners" / learner).glob("checkpoint-*.safetensors"))
-        theirs = directory / "learners" / learner / ours.name
-        assert same(load_file(ours), load_file(theirs)) == []
+    assert same_state(recorded, directory) == []  # what was compared by digests, in full
 
 
 def test_a_changed_digest_is_found_at_its_step_tensor_and_worker(recorded, tmp_path):
@@ -180,3 +237,21 @@ def test_a_replay_that_cannot_continue_names_what_it_waits_for(recorded, tmp_pat
 def test_the_digests_show_no_difference_that_the_values_do_not(recorded, replayed):
     directory, _, _ = replayed
     assert first_difference(plan_from(recorded), merges(directory), tapes_in(directory)) is None
+
+
+def test_a_replay_continues_through_restarts_of_the_syncer_and_ends_with_the_same_bits(
+    restarted, tmp_path
+):
+    plan, shown = plan_from(restarted), []
+    first, second, third = plan.epochs
+    assert (plan.ends, plan.complete) == ("", True)
+    for before, after in ((first, second), (second, third)):
+        assert before.rounds[-1].step > after.step  # each restart has undone merges
+    assert third.step > second.step == 0
+    eu = plan.lives["eu/0", 0]
+    assert {epoch for epoch, _ in (r.version for r in eu.results)} == {1, 2, 3}  # it lived on
+    assert [life.killed for life in plan.lives_of("us/0")] == [True, True, False]
+    difference = replay(restarted, to=None, directory=tmp_path / "replay", show=shown.append)
+    assert difference is None, difference
+    assert "in 3 epochs of the syncer" in shown[-1]
+    assert same_state(restarted, tmp_path / "replay") == []

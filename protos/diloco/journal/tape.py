@@ -28,6 +28,11 @@ class Held(Fields):
     fragment: int
     step: int
     """Global, of the merge; 0: the initial one."""
+    epoch: int | None = None
+    """
+    Of the syncer that made the merge. None: of a result, that of `Begin.epoch`; of a version that a process begins
+    with, not known or, by an earlier release, not stated.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def _base(base: int | None) -> str:
 
 
 def _of_learner(place: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    name = place
+    name, epoch = place, 0
     for line in lines:
         kind = line.get("event")
         record = tape.KINDS.get(kind) if isinstance(kind, str) else None
@@ -76,7 +76,7 @@ def _of_learner(place: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[tupl
             continue
         match found:
             case tape.Begin():
-                name = found.learner
+                name, epoch = found.learner, found.epoch
                 text = (
                     f"incarnation {found.incarnation} begins at local step {found.local_step}: parameters of the "
                     f"{found.source}, {found.optimizers} state of the optimizers"
@@ -84,13 +84,18 @@ def _of_learner(place: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[tupl
             case tape.Step(results=None) | None:
                 continue
             case tape.Step():
-                results = ", ".join(f"{h.fragment} of step {h.step}" for h in found.results or ())
+                results = ", ".join(_held(held, epoch) for held in found.results or ())
                 text = f"local step {found.local_step}, global step {found.step}: applies fragment {results}"
             case tape.End():
                 text = f"ends at local step {found.local_step}: {found.reason}"
             case _:
                 continue
         yield _time(line), f"{name:8} {text}"
+
+
+def _held(held: tape.Held, epoch: int) -> str:
+    of = f" of epoch {held.epoch}" if held.epoch not in (None, epoch) else ""
+    return f"{held.fragment} of step {held.step}{of}"
 
 
 def _time(line: Mapping[str, Any]) -> str:

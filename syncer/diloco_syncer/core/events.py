@@ -436,10 +436,20 @@ class ShowVersion:
 
     learner: str
     fragment: int
-    step: int
-    """Global, of the commit that made it."""
+    version: tuple[int, int]
+    """(epoch, global step) of the commit that made it."""
     announced: bool
     """False: it is part of the model that a new process downloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginEpoch:
+    """Of a replay: the syncer was started again here, from a snapshot that had these versions."""
+
+    versions: Mapping[int, tuple[int, int]]
+    """By fragment."""
+    initial: tuple[int, int]
+    """Of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +483,7 @@ Decision = (
     | TakeSnapshot
     | Finish
     | ShowVersion
+    | BeginEpoch
     | Log
     | WakeAt
 )

@@ -7,6 +7,7 @@ Clock, pace, quorum, grace window and lateness decide nothing. What is left is c
     it pulls its members   when each has reported the step that was merged, and all learners are as far as they were
     a learner is shown     a version that it applied, when its merged copies of before have arrived
     a process gets Ready   when every version exists that it began with; results once it has reported, so has begun
+    an epoch begins        when all merges of the one before it are committed, those that its snapshot lacks included
 
 Nothing that a member cannot deliver can be replaced: the round is repeated with the same members.
 """
@@ -14,11 +15,14 @@ Nothing that a member cannot deliver can be replaced: the round is repeated with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from diloco.journal.records import Merge
 from diloco.journal.replay import Life, Peer, Plan, Result
+from diloco.journal.replay_epochs import Epoch, Version
+from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Stage
@@ -30,19 +34,29 @@ from diloco_syncer.core.scheduler import Scheduler
 
 class TapeScheduler(Scheduler):
     """
-    The rounds of a plan.
+    The rounds of one epoch of a plan.
 
     Args:
-        plan: of the replay.
+        epoch: of the syncer.
         engine: has spec and learners.
     """
 
     __slots__ = ("_next", "_plan")
 
-    def __init__(self, plan: Plan, engine: Engine) -> None:
-        super().__init__(engine.spec, engine.learners, 0)
-        self._plan = plan.by_step
-        self._next = deque(plan.rounds)
+    def __init__(self, epoch: Epoch, engine: Engine) -> None:
+        super().__init__(engine.spec, engine.learners, epoch.step)
+        self._plan = {merge.step: merge for merge in epoch.rounds}
+        self._next = deque(epoch.rounds)
+        self.merges = len(epoch.made_in)
+
+    def merge(self, step: int) -> Merge:
+        """That of this global step."""
+        return self._plan[step]
+
+    @property
+    def done(self) -> bool:
+        """Whether all rounds are committed."""
+        return not (self._next or self.in_flight)
 
     def start_steps(self, now: float) -> None:
         """See `Scheduler.start_steps`."""
@@ -57,7 +71,7 @@ class TapeScheduler(Scheduler):
 
     def ends(self, step: int) -> None:
         """All rounds are done: no fragment is due up to this global step."""
-        if not (self._next or self.in_flight):
+        if self.done:
             self.pace.step = max(self.pace.step, step)
             self._settle()
 
@@ -166,42 +180,94 @@ class ReplayEngine(Engine):
     """`Engine`, with the decisions of a plan."""
 
     plan: Plan = field(kw_only=True)
-    _committed: dict[int, int] = field(default_factory=dict)
-    """Fragment → global step of its version."""
+    _epochs: deque[Epoch] = field(init=False)
+    """The present one and those that follow."""
+    _committed: dict[int, Version] = field(default_factory=dict)
+    """Fragment → the newest version that there was."""
     _processes: dict[str, _Process] = field(default_factory=dict)
     """By learner, the one that joined last."""
     _announced: dict[str, int] = field(default_factory=dict)
     """Learner → global step that was announced to it."""
 
+    @classmethod
+    def of(cls, spec: RunSpec, plan: Plan) -> Self:
+        """The engine of a replay, in the first epoch of the run."""
+        return cls(spec=spec, epoch=plan.epochs[0].number, plan=plan)
+
     def __post_init__(self) -> None:
         """Replace the scheduler."""
         Engine.__post_init__(self)
-        self.scheduler = TapeScheduler(self.plan, self)
+        self._epochs = deque(self.plan.epochs)
+        self.scheduler = TapeScheduler(self._epochs[0], self)
+
+    def members(self, step: int) -> Iterator[tuple[str, Version | None]]:
+        """Members of the round of a global step in this epoch, and the bases of their deltas; None: sent whole."""
+        epoch = self._epochs[0]
+        for member in self._tape.merge(step).members:
+            yield member.learner, epoch.base(member)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
         """See `Engine.handle`."""
-        out = Engine.handle(self, event, now)
+        # Before the event that follows: the lines of the last one are of the epoch that ends.
+        out = self._begin_epoch(now) if self._epoch_ends else []
+        out += Engine.handle(self, event, now)
         for decision in out:
             if isinstance(decision, ev.Commit) and decision.changed:
-                self._committed[decision.fragment] = decision.round
+                self._committed[decision.fragment] = (self.epoch, decision.round)
         if self.initialised:
             for record in self.learners.connected():
                 out += self._show(record)
         return [*out, *self._announce_step()]
 
+    @property
+    def _tape(self) -> TapeScheduler:
+        if not isinstance(self.scheduler, TapeScheduler):
+            raise AssertionError("a replay without its scheduler")
+        return self.scheduler
+
+    @property
+    def _epoch_ends(self) -> bool:
+        return self.initialised and len(self._epochs) > 1 and self._tape.done
+
+    def _begin_epoch(self, now: float) -> list[ev.Decision]:
+        """
+        The syncer was started again here: Θ is that of its snapshot, and learners connect again.
+
+        They keep what they have applied, and are still shown what they applied later of the epoch that ends.
+        """
+        out: list[ev.Decision] = []
+        self._epochs.popleft()
+        begun = self._epochs[0]
+        detail = f"the run had another syncer from here on: epoch {begun.number}; connect again"
+        for record in list(self.learners.connected()):
+            closed = self._close(record, detail, "Restarted", now, charged=False)
+            # A syncer that was killed wrote no lines about it.
+            out += [each for each in closed if isinstance(each, ev.Close)]
+        for record in self.learners:
+            record.merged_round = min(record.merged_round, begun.step)
+        changed = self.scheduler.parameters_changed
+        self.epoch, self.start_step, self._commits = begun.number, begun.step, 0
+        self.scheduler = TapeScheduler(begun, self)
+        self.scheduler.parameters_changed = changed
+        self.durability.snapshot_step = begun.step
+        return [*out, ev.BeginEpoch(versions=begun.versions, initial=begun.initial)]
+
+    def _exists(self, fragment: int, version: Version) -> bool:
+        return self._committed.get(fragment, self.plan.epochs[0].initial) >= version
+
     def _show(self, record: LearnerRecord) -> list[ev.Decision]:
         """The versions that a learner may have now."""
         learner, process = record.name, self._processes[record.name]
-        begin, out = process.life.process.begin, list[ev.Decision]()
+        out = list[ev.Decision]()
         if not process.ready:
-            if any(self._committed.get(held.fragment, 0) < held.step for held in begin.held):
+            if not all(self._exists(*held) for held in process.life.held()):
                 return []
             if not process.began:
                 out += [
                     ev.ShowVersion(
-                        learner=learner, fragment=held.fragment, step=held.step, announced=False
+                        learner=learner, fragment=fragment, version=version, announced=False
                     )
-                    for held in begin.held
+                    for fragment, version in process.life.held()
                 ]
             process.began = process.ready = True
             out.append(ev.AnnounceReady(learner=learner))
@@ -210,20 +276,22 @@ class ReplayEngine(Engine):
                 out  # it may still download the model, and would get a newer version of a fragment
             )
         for fragment, results in process.results.items():
-            while results and self._may_have(process, results[0], record.local_step):
+            # Not of the record: an earlier process may have made more steps than this one began with.
+            while results and self._may_have(process, results[0], record.report.local_step):
                 result = results.popleft()
                 process.reached[fragment] = result.local_step
                 out.append(
                     ev.ShowVersion(
-                        learner=learner, fragment=fragment, step=result.step, announced=True
+                        learner=learner, fragment=fragment, version=result.version, announced=True
                     )
                 )
         return out
 
     def _may_have(self, process: _Process, result: Result, local_step: int) -> bool:
-        exists = self._committed.get(result.fragment, 0) >= result.step
+        exists = self._exists(result.fragment, result.version)
         before = process.reached.get(result.fragment, 0)  # the inbox holds one version
-        return exists and self.step >= result.after and local_step >= before
+        merged = (self.epoch, self.step) >= result.after
+        return exists and merged and local_step >= before
 
     def _announce_step(self) -> list[ev.Decision]:
         """The global step: a learner copies a fragment again when what it copied before is merged."""
@@ -247,7 +315,7 @@ class ReplayEngine(Engine):
         if not any(isinstance(decision, ev.Admit) for decision in out):
             return out
         known = self._processes.get(event.learner)
-        if event.fresh or known is None or known.life is not life:
+        if known is None or known.life is not life:
             self._processes[event.learner] = _Process.of(life)
         self._processes[event.learner].ready = False
         self._announced.pop(event.learner, None)
@@ -257,9 +325,8 @@ class ReplayEngine(Engine):
 
     def _has_saved(self, peer: Peer) -> bool:
         record = self.learners.by_name.get(peer.learner)
-        if record is None or record.session is None:
-            return False
-        return record.local_step >= peer.local_step
+        report = record.report if record is not None else None
+        return report is not None and report.local_step >= peer.local_step
 
     def _recorded(self, admit: ev.Admit, life: Life) -> ev.Admit:
         begin, peer = life.process.begin, life.peer
@@ -279,11 +346,15 @@ class ReplayEngine(Engine):
     def _advance(self, now: float) -> list[ev.Decision]:
         if not self.initialised:
             return [*self._initialise(now), ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
-        out = self._snapshot_if_due()
+        if self._epoch_ends:
+            return [ev.WakeAt(seconds=now)]
+        newest = len(self._epochs) == 1
+        # A snapshot of what the next epoch undoes would be of no use.
+        out = self._snapshot_if_due() if newest else []
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)
-        if self.plan.complete and isinstance(self.scheduler, TapeScheduler):
-            self.scheduler.ends(self.spec.steps)
+        if newest and self.plan.complete:
+            self._tape.ends(self.spec.steps)
         ended = self.step >= self.spec.steps and not self.scheduler.in_flight
         if ended and self.durability.stage is Stage.TRAINING:
             out += self.durability.reached_end(self.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,13 @@ class Parameters:
         """Of a replay: the learner gets this version, whatever the current one is, until it is shown another."""
         with self._lock:
             self._shown[learner, fragment] = version
+
+    def restore(self, fragments: Sequence[FragmentParameters]) -> None:
+        """Of a replay: all fragments are what they were, as after a start from a snapshot."""
+        with self._lock:
+            self._current = [*fragments]
+            for old in self._old:
+                old.clear()
 
     def versions(self, fragment: int) -> list[Version]:
         """Versions of a fragment that a delta may be based on, newest first."""

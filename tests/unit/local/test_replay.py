@@ -75,6 +75,32 @@ def test_it_states_first_how_far_it_goes_and_that_the_processor_differs(run, mon
     assert len(caveats(plan)) == 2
 
 
+def restart(run):
+    """The syncer was started again from step 1; the learner applies the result of step 2 of both epochs."""
+    events = [start(), initialised(), merge(1, member("eu/0", 2)), merge(2, member("eu/0", 3)),
+              start(step=1, epoch=2), merge(2, member("eu/0", 5, base=None))]  # fmt: skip
+    (run / "events.jsonl").write_text(lines(events))
+    tape = process("eu/0", 6, results={3: [(1, 1)], 4: [(0, 2)], 6: [(0, 2, 2)]})
+    (run / "learners" / "eu-0" / "tape.jsonl").write_text(lines(tape))
+
+
+def test_it_states_first_which_restarts_of_the_syncer_it_continues_through(run, monkeypatch):
+    restart(run)
+    monkeypatch.setattr(module, "processor", lambda: "cpu")
+    assert caveats(replay_files.plan_from(run)) == [
+        "replaying global steps 1 to 2",
+        "step 2 is followed by epoch 2 of the syncer, from step 1",
+    ]
+    assert len(caveats(replay_files.plan_from(run, to=1))) == 2  # with --to 1, that it ends there
+
+
+def test_a_result_is_shown_with_its_epoch_if_its_process_began_in_another(run):
+    restart(run)
+    text = "\n".join(sentences(run))
+    assert "local step 4, global step 4: applies fragment 0 of step 2\n" in text
+    assert "local step 6, global step 6: applies fragment 0 of step 2 of epoch 2\n" in text
+
+
 def test_a_tape_is_shown_in_the_order_of_time(run):
     text = [sentence[25:] for sentence in sentences(run)]
     assert text == [

@@ -10,10 +10,13 @@ from diloco_testing.local.tapes import process
 
 
 def test_a_tape_is_read_as_it_was_written():
-    lines = process("eu/0", 3, results={2: [(0, 2), (1, 1)]})
+    lines = process("eu/0", 3, results={2: [(0, 2, 3), (1, 1)]})
     [found] = tape.processes(json.loads(json.dumps(lines)))
     assert (found.begin.learner, found.last, sorted(found.steps)) == ("eu/0", 3, [1, 2, 3])
-    assert found.steps[2].results == (tape.Held(fragment=0, step=2), tape.Held(fragment=1, step=1))
+    assert found.steps[2].results == (
+        tape.Held(fragment=0, step=2, epoch=3),
+        tape.Held(fragment=1, step=1, epoch=1),
+    )
     assert found.steps[1].results is None
     assert found.end is not None
     assert found.end.parameters[1] == tape.Digests(fragment=1, digests="eeeeeeee")

@@ -53,3 +53,12 @@ def test_versions_older_than_the_previous_one_are_dropped(parameters: Parameters
     assert parameters.versions(0) == [(1, 72), (1, 48)]
     assert parameters.at(0, (1, 24)) is None
     assert parameters.at(0, (2, 72)) is None
+
+
+def test_fragments_that_are_restored_have_no_earlier_versions(parameters: Parameters):
+    before = parameters.all()
+    commit(parameters, 0, 24)
+    parameters.restore(before)
+    assert parameters.versions(0) == [(1, 0)]
+    assert parameters.current(0) is before[0]
+    assert parameters.at(0, (1, 24)) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.journal.replay import Peer, plan_of
-from diloco.spec import RunSpec
+from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.replay import ReplayEngine
@@ -29,9 +29,9 @@ TAPES = tapes(
 class Driven:
     """A replay engine with two learners, driven by hand."""
 
-    def __init__(self, *, learners=("eu/0", "us/0"), initial=True, plan=None):
+    def __init__(self, *, learners=("eu/0", "us/0"), initial=True, plan=None, spec=SPEC):
         plan = plan or plan_of(EVENTS, TAPES, feedback=False)
-        self.engine = ReplayEngine(spec=SPEC, epoch=1, plan=plan)
+        self.engine = ReplayEngine.of(spec, plan)
         self.now, self.decisions = 0.0, []
         for number, name in enumerate(learners, 1):
             self.hello(name, number)
@@ -144,13 +144,13 @@ def committed_first():
 def test_a_version_is_shown_to_those_that_applied_it_when_it_exists():
     driven, decisions = committed_first()
     shown = of(decisions, ev.ShowVersion)
-    assert [(s.learner, s.fragment, s.step, s.announced) for s in shown] == [
-        ("eu/0", 1, 1, True),
-        ("us/0", 1, 1, True),
+    assert [(s.learner, s.fragment, s.version, s.announced) for s in shown] == [
+        ("eu/0", 1, (1, 1), True),
+        ("us/0", 1, (1, 1), True),
     ]
     initial = of(driven.decisions, ev.ShowVersion)[:4]
-    assert {(s.learner, s.fragment, s.step, s.announced) for s in initial} == {
-        (name, fragment, 0, False) for name in ("eu/0", "us/0") for fragment in (0, 1)
+    assert {(s.learner, s.fragment, s.version, s.announced) for s in initial} == {
+        (name, fragment, (1, 0), False) for name in ("eu/0", "us/0") for fragment in (0, 1)
     }
 
 
@@ -161,7 +161,7 @@ def test_no_result_is_shown_to_a_process_that_may_still_download_the_model():
     driven.contribute(pull, "eu/0", 2)
     assert [s.learner for s in of(driven.merged(pull), ev.ShowVersion)] == ["eu/0"]
     shown = of(driven.report("us/0", 0), ev.ShowVersion)  # as it begins
-    assert [(s.learner, s.step) for s in shown] == [("us/0", 1)]
+    assert [(s.learner, s.version) for s in shown] == [("us/0", (1, 1))]
 
 
 def test_a_version_is_not_shown_while_a_copy_of_before_may_still_be_sent():
@@ -251,6 +251,7 @@ def test_a_peer_that_is_not_connected_is_waited_for():
     driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
     assert of(driven.hello("eu/0", 7), ev.Admit) == []
     driven.hello("us/0", 2, fresh=False)
+    driven.report("us/0", 3)
     assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
 
 
@@ -305,6 +306,174 @@ def test_ready_is_sent_again_in_a_new_session_and_nothing_is_shown_twice():
     decisions = driven.hello("eu/0", 1, fresh=False)
     assert of(decisions, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
     assert of(decisions, ev.ShowVersion) == []
+
+
+def begun_earlier(driven):
+    """us/0 had made 6 steps; its next process begins after step 3, since the rest was no longer known."""
+    driven.report("us/0", 6)
+    driven.handle(ev.Left(session=2, learner="us/0", reason="StreamEnded"))
+    driven.hello("us/0", 3, restarts=1)
+
+
+def test_a_process_that_makes_steps_again_is_shown_its_results_one_at_a_time():
+    again = process(
+        "us/0", 7, incarnation=3, restarts=1, after=3, found=3, results={5: [(1, 1)], 6: [(1, 3)]}
+    )
+    found = tapes(
+        eu_0=process("eu/0", 9, results={3: [(1, 1)], 5: [(0, 2)], 7: [(1, 3)]}),
+        us_0=[*process("us/0", 6, ended=False), *again],
+    )
+    rounds = [merge(n, member("eu/0", 2 * n, base=n - 2 if n > 2 else 0)) for n in (1, 2, 3)]
+    driven = Driven(plan=plan_of([*EVENTS[:2], *rounds], found, feedback=False))
+    begun_earlier(driven)
+    for local_step in (2, 4, 6):
+        [pull] = of(driven.report("eu/0", local_step), ev.Pull)
+        driven.contribute(pull, "eu/0", local_step)
+        driven.merged(pull)
+    assert [s.version for s in of(driven.report("us/0", 3), ev.ShowVersion)] == [(1, 1)]
+    assert of(driven.report("us/0", 4), ev.ShowVersion) == []
+    assert [s.version for s in of(driven.report("us/0", 5), ev.ShowVersion)] == [(1, 3)]
+
+
+def test_a_peer_that_makes_steps_again_is_waited_for_until_it_has_made_the_checkpoint():
+    plan = plan_of(EVENTS, TAPES, feedback=False)
+    plan.lives["us/0", 1] = replace(plan.lives["us/0", 0])
+    plan.lives["eu/0", 0].peer = Peer(learner="us/0", local_step=5, step=2)
+    driven = Driven(learners=("us/0",), plan=plan)
+    driven.report("us/0", 6)
+    driven.handle(ev.Left(session=1, learner="us/0", reason="StreamEnded"))
+    driven.hello("us/0", 3, restarts=1)
+    driven.report("us/0", 4)
+    assert of(driven.hello("eu/0", 7), ev.Admit) == []
+    driven.report("us/0", 5)
+    assert len(of(driven.hello("eu/0", 8), ev.Admit)) == 1
+
+
+# ------------------------------------------------------------ restarts of the syncer
+
+# Killed after step 2, with the snapshot of step 0: us/0 applies the result of step 2 when the next epoch has begun.
+RESTARTED = [
+    *EVENTS[:4],
+    start(steps=3, epoch=2),
+    merge(1, member("eu/0", 6, base=None)),
+    merge(2, member("us/0", 5, base=0)),
+]
+LATE = tapes(
+    eu_0=process("eu/0", 9, results={3: [(1, 1)], 5: [(0, 2)], 8: [(1, 1, 2)]}),
+    us_0=process("us/0", 9, results={3: [(1, 1)], 7: [(0, 2)], 8: [(1, 1, 2), (0, 2, 2)]}),
+)
+
+
+def restarted(**more):
+    """Two learners when both merges of the first epoch are committed."""
+    driven = Driven(plan=plan_of(RESTARTED, LATE, feedback=False), **more)
+    driven.report("us/0", 3)
+    [first] = of(driven.report("eu/0", 2), ev.Pull)
+    [second] = of(driven.report("eu/0", 4), ev.Pull)
+    for pull, name, local_step in (
+        (first, "eu/0", 2),
+        (second, "eu/0", 4),
+        (second, "us/0", 3),
+    ):
+        driven.contribute(pull, name, local_step)
+    driven.merged(first)
+    driven.merged(second)
+    return driven
+
+
+def again(driven):
+    """The epoch that begins; both learners connect to it."""
+    begun = driven.handle(ev.Tick())
+    driven.hello("eu/0", 1, fresh=False)
+    driven.hello("us/0", 2, fresh=False)
+    return begun
+
+
+def test_an_epoch_begins_when_all_merges_before_it_are_committed():
+    driven = restarted()
+    assert (driven.engine.epoch, driven.engine.step) == (1, 2)
+    begun = again(driven)
+    assert [(c.session, c.reason) for c in of(begun, ev.Close)] == [(1, "Unavailable"), (2, "Unavailable")]  # fmt: skip
+    assert of(begun, ev.BeginEpoch) == [ev.BeginEpoch(versions={}, initial=(1, 0))]
+    assert of(begun, ev.Log) == [], "a syncer that is killed writes none"
+    assert (driven.engine.epoch, driven.engine.step) == (2, 0)
+    assert [admit.local_step for admit in of(driven.decisions, ev.Admit)] == [0, 0, 0, 0]
+    assert of(driven.handle(ev.Tick()), ev.BeginEpoch) == [], "once"
+
+
+def test_an_epoch_begins_at_once_by_the_time_that_the_engine_asks_for():
+    driven = restarted()
+    assert of(driven.decisions, ev.WakeAt)[-1].seconds == driven.now
+
+
+def test_the_rounds_of_an_epoch_have_its_members_and_their_bases():
+    driven = restarted()
+    assert [*driven.engine.members(2)] == [("eu/0", (1, 0)), ("us/0", (1, 0))]
+    again(driven)
+    assert [*driven.engine.members(1)] == [("eu/0", None)]
+    assert pulls(driven.report("us/0", 4)) == []
+    assert pulls(driven.report("us/0", 5)) == [(2, ("us/0",))]
+    assert pulls(driven.report("eu/0", 6)) == [(1, ("eu/0",))]
+
+
+def test_a_result_of_the_epoch_that_ended_is_shown_to_those_that_applied_it_later():
+    driven = restarted()
+    before = [(s.learner, s.version) for s in of(driven.decisions, ev.ShowVersion) if s.announced]
+    # us/0 sends a copy of fragment 0 of local step 5 to epoch 2: until then its inbox must not change.
+    assert before == [("eu/0", (1, 1)), ("us/0", (1, 1)), ("eu/0", (1, 2))]
+    again(driven)
+    driven.report("us/0", 6)
+    driven.report("eu/0", 6)
+    [second, first] = of(driven.decisions, ev.Pull)[-2:]
+    driven.contribute(first, "eu/0", 6, base=None)
+    driven.contribute(second, "us/0", 5)
+    driven.merged(first)
+    shown = of(driven.merged(second), ev.ShowVersion)
+    assert [(s.learner, s.fragment, s.version) for s in shown] == [("us/0", 0, (1, 2))]
+    shown = of(driven.report("us/0", 7), ev.ShowVersion)
+    assert [(s.learner, s.fragment, s.version) for s in shown] == [("us/0", 0, (2, 2))]
+
+
+def test_a_snapshot_is_only_taken_of_what_no_later_epoch_undoes():
+    every = replace(SPEC, syncer_checkpoint=Checkpoint(every_steps=1, keep=3))
+    driven = restarted(spec=every)
+    driven.handle(ev.SnapshotDone(step=0))
+    again(driven)
+    assert [taken.step for taken in of(driven.decisions, ev.TakeSnapshot)] == [0]
+    driven.report("us/0", 6)
+    driven.report("eu/0", 6)
+    [_, first] = of(driven.decisions, ev.Pull)[-2:]
+    driven.contribute(first, "eu/0", 6, base=None)
+    [taken] = of(driven.merged(first), ev.TakeSnapshot)
+    assert (taken.step, taken.engine["merges"]) == (1, 1)
+
+
+def test_a_last_step_that_a_later_epoch_undoes_does_not_end_the_job():
+    driven = restarted(spec=replace(SPEC, steps=2))
+    driven.handle(ev.Tick(), seconds=0.0)
+    assert [driven.engine.epoch, driven.engine.step] == [2, 0]
+    driven.handle(ev.SnapshotDone(step=0))
+    assert [taken.step for taken in of(driven.decisions, ev.TakeSnapshot)] == [0]
+    assert of(driven.decisions, ev.Finish) == []
+
+
+def test_an_epoch_without_a_merge_ends_when_the_model_exists():
+    events = [*EVENTS[:2], start(steps=3, epoch=2), *RESTARTED[2:4]]
+    found = tapes(eu_0=process("eu/0", 6, results={3: [(1, 1, 2)]}), us_0=process("us/0", 5))
+    driven = Driven(plan=plan_of(events, found, feedback=False), initial=False)
+    assert of(driven.handle(ev.Tick()), ev.BeginEpoch) == []
+    driven.handle(ev.Initialised(learner="us/0"))
+    assert len(of(again(driven), ev.BeginEpoch)) == 1
+    driven.report("us/0", 1)
+    assert pulls(driven.report("eu/0", 2)) == [(1, ("eu/0",))]
+
+
+def test_a_process_whose_session_ended_before_it_was_welcomed_is_shown_nothing_twice():
+    driven = restarted()
+    driven.handle(ev.Tick())
+    found = driven.hello("eu/0", 1)  # it has no incarnation yet, so it is a fresh one again
+    assert of(found, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
+    assert of(found, ev.ShowVersion) == []
 
 
 def test_the_job_is_complete_after_the_last_round():

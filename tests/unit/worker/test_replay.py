@@ -22,8 +22,10 @@ def replay(*, ended=True):
     return Replay(plan_of(EVENTS, found, feedback=False).lives["eu/0", 0])
 
 
-def link(step=0, *, ready=(), versions=((1, 0), (1, 0)), **more):
-    return LinkState(phase=Phase.TRAINING, step=step, ready=ready, versions=versions, open=[0, 1], **more)  # fmt: skip
+def link(step=0, *, epoch=1, ready=(), versions=((1, 0), (1, 0)), **more):
+    return LinkState(
+        phase=Phase.TRAINING, epoch=epoch, step=step, ready=ready, versions=versions, open=[0, 1], **more
+    )  # fmt: skip
 
 
 def test_a_step_copies_and_applies_what_the_tape_has_and_nothing_else():
@@ -63,7 +65,7 @@ def test_a_fragment_is_copied_again_only_when_its_earlier_copy_is_merged():
 def test_a_step_states_what_it_waits_for():
     made = replay()
     made.observe(link(0))
-    assert made.waits(5) == "local step 5 waits for the merge of step 1"
+    assert made.waits(5) == "local step 5 waits for the merge of step 1 of epoch 1"
     assert made.waits(3) == "local step 3 waits for fragment 1 of step 1"
 
 
@@ -89,6 +91,37 @@ def test_a_process_that_was_killed_is_never_shown_that_the_job_is_complete():
     made.observe(link(40, complete=True))
     assert made.life.killed
     assert not made.between(6).complete
+
+
+def restarted():
+    """The syncer was started again from step 1; the process applies the result of step 2 of both epochs."""
+    steps = {3: [(1, 1)], 5: [(0, 2)], 8: [(0, 2, 2)]}
+    events = [*EVENTS[:4], start(step=1, epoch=2), merge(2, member("eu/0", 7, base=None))]
+    found = tapes(eu_0=process("eu/0", 9, results=steps))
+    return Replay(plan_of(events, found, feedback=False).lives["eu/0", 0])
+
+
+def test_a_version_of_another_epoch_is_not_the_one_that_was_applied():
+    made = restarted()
+    made.observe(link(1, epoch=2, ready=[(0, 3)], versions=((1, 2), (1, 1))))
+    assert made.boundary(5).ready == [(0, 3)]
+    assert made.boundary(8) is None
+    made.observe(link(2, epoch=2, ready=[(0, 4)], versions=((2, 2), (1, 1))))
+    assert made.boundary(8).ready == [(0, 4)]
+
+
+def test_what_an_epoch_merged_stays_merged_when_the_next_begins_before_that_step():
+    made = restarted()
+    made.observe(link(1))
+    assert made.boundary(7) is None  # its copy of local step 3 is not merged
+    assert made.waits(7) == "local step 7 waits for the merge of step 2 of epoch 1"
+    made.observe(link(1, epoch=2))
+    assert made.boundary(7).open == [0]
+    assert not made.merged
+    made.observe(link(2))
+    assert not made.merged
+    made.observe(link(2, epoch=2))
+    assert made.merged
 
 
 def test_it_ends_when_its_last_copy_is_merged():

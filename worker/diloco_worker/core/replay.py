@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from diloco.journal.replay import Life
+from diloco.journal.replay_epochs import Version, version_of
 from diloco_worker.core.messages import LinkState
 
 
@@ -66,23 +67,28 @@ class Replay:
             return self.between(life.last)  # a loop that has not read that the job is complete
         copies = life.copies.get(local_step, ())
         # An earlier copy stays in memory until it is merged.
-        if any(state.step < copy.after for copy in copies):
+        if any(self._position < copy.after for copy in copies):
             return None
         step, ready = life.process.steps[local_step], []
         generations = {pair[0]: pair[1] for pair in state.ready}
         for held in step.results or ():
             generation, version = generations.get(held.fragment), state.versions[held.fragment]
-            if generation is None or version is None or version[1] != held.step:
+            if generation is None or version is None:
+                return None
+            if (version[0], version[1]) != version_of(held, life.process):
                 return None
             ready.append((held.fragment, generation))
         return self._shown(step.step, ready=ready, copied=[copy.fragment for copy in copies])
 
     def waits(self, local_step: int) -> str:
         """What `boundary` waits for, for people."""
-        life, state = self.life, self._state
+        life = self.life
         for copy in life.copies.get(local_step, ()):
-            if state.step < copy.after:
-                return f"local step {local_step} waits for the merge of step {copy.after}"
+            if self._position < copy.after:
+                epoch, step = copy.after
+                return (
+                    f"local step {local_step} waits for the merge of step {step} of epoch {epoch}"
+                )
         results = life.process.steps[local_step].results or ()
         names = ", ".join(f"{held.fragment} of step {held.step}" for held in results)
         return f"local step {local_step} waits for fragment {names}"
@@ -90,7 +96,12 @@ class Replay:
     @property
     def merged(self) -> bool:
         """Whether everything that was merged of this process is."""
-        return self._state.step >= self.life.final
+        return self._position >= self.life.final
+
+    @property
+    def _position(self) -> Version:
+        """Up to here, the syncer has merged: a later epoch begins when all merges of the one before it are done."""
+        return self._state.epoch, self._state.step
 
     def _shown(
         self, step: int, *, ready: Sequence[Sequence[int]] = (), copied: Sequence[int] = (),

@@ -37,7 +37,7 @@ class Tape:
     def __init__(self, directory: Path, *, learner: str, restarts: int) -> None:
         self._learner, self._restarts = learner, restarts
         self._writer = BackgroundWriter(JournalWriter(directory / tape.TAPE), part_bytes=PART_BYTES)
-        self._incarnation = 0
+        self._incarnation = self._epoch = 0
 
     def begin(
         self, trainer: core.TrainerCore, layout: Layout, *, found: int, source: str, optimizers: str
@@ -53,7 +53,7 @@ class Tape:
             optimizers: likewise.
         """
         ledger, state = trainer.ledger, trainer.link_state
-        self._incarnation = state.incarnation
+        self._incarnation, self._epoch = state.incarnation, state.epoch
         self._append(
             tape.Begin(
                 tape=tape.VERSION,
@@ -93,7 +93,7 @@ class Tape:
                 local_step=trainer.ledger.local_step,
                 seen=seen,
                 step=trainer.link_state.step,
-                results=_held(results, trainer) or None,
+                results=_held(results, trainer, known=self._epoch) or None,
             )
         )
 
@@ -119,12 +119,16 @@ class Tape:
         self._writer.append(tape.encode(record))
 
 
-def _held(fragments: Iterable[int], trainer: core.TrainerCore) -> tuple[tape.Held, ...]:
-    versions = trainer.ledger.versions
-    return tuple(
-        tape.Held(fragment=fragment, step=version[1] if (version := versions[fragment]) else -1)
-        for fragment in fragments
-    )
+def _held(
+    fragments: Iterable[int], trainer: core.TrainerCore, *, known: int = 0
+) -> tuple[tape.Held, ...]:
+    """The versions of fragments; their epoch is left out where it is the one that is known."""
+    found = []
+    for fragment in fragments:
+        epoch, step = trainer.ledger.versions[fragment] or (known, -1)
+        stated = None if epoch == known else epoch
+        found.append(tape.Held(fragment=fragment, step=step, epoch=stated))
+    return tuple(found)
 
 
 def machine() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.journal import tape
@@ -17,9 +18,13 @@ def start(*, step: int = 0, steps: int = 6, epoch: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def initialised(learner: str = "eu/0") -> dict[str, Any]:
+def initialised(learner: str = "eu/0", *, epoch: int = 1) -> dict[str, Any]:
     """The line about Θ^(0)."""
-    return {"event": "initialised", "epoch": 1, "learner": learner}
+    return {"event": "initialised", "epoch": epoch, "learner": learner}
+
+
+Applied = tuple[int, int] | tuple[int, int, int | None]
+"""A fragment, the global step of its version, and the epoch of that: 1 unless it is given."""
 
 
 def member(
@@ -47,7 +52,8 @@ def merge(
 def process(
     learner: str, steps: int, *, incarnation: int = 1, restarts: int = 0, after: int = 0, found: int = 0,
     held: int = 0, source: str = "model", optimizers: str = "new", peer_step: int | None = None,
-    results: dict[int, list[tuple[int, int]]] | None = None, ended: bool = True, digests: str = "eeeeeeee",
+    results: Mapping[int, Sequence[Applied]] | None = None, ended: bool = True, digests: str = "eeeeeeee",
+    epoch: int = 1, held_epoch: int | None = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """
     The lines of one process.
@@ -59,25 +65,27 @@ def process(
         restarts: before it.
         after: local step at which it began.
         found: local step of the checkpoint that it found.
-        held: version of both fragments when it began.
+        held: global step of the newest version when it began; step n merges fragment n mod 2.
         source: of the parameters.
         optimizers: of their state.
         peer_step: local step of the peer.
         results: by local step, fragments and versions that it applied.
         ended: whether it left the job.
         digests: of the parameters that it ended with.
+        epoch: of the syncer when it began.
+        held_epoch: of the versions of both fragments; None: it is not stated.
     """
     results = results or {}
     begin = tape.Begin(
-        tape=tape.VERSION, learner=learner, incarnation=incarnation, epoch=1, restarts=restarts, local_step=after,
+        tape=tape.VERSION, learner=learner, incarnation=incarnation, epoch=epoch, restarts=restarts, local_step=after,
         tokens=8 * after, step=held, found=found, source=source, optimizers=optimizers, peer_step=peer_step,
-        held=tuple(tape.Held(fragment=f, step=held) for f in range(2)),
+        held=tuple(_held(f, max(0, held - (held - f) % 2), held_epoch) for f in range(2)),
         fragments=tuple(tape.Tensors(fragment=f, names=NAMES[f]) for f in range(2)), machine="cpu; torch",
     )  # fmt: skip
     made = [
         tape.Step(
             incarnation=incarnation, local_step=number, seen=number - 1, step=number,
-            results=tuple(tape.Held(fragment=f, step=s) for f, s in results.get(number, ())) or None,
+            results=tuple(_held(*each) for each in results.get(number, ())) or None,
         )
         for number in range(after + 1, steps + 1)
     ]  # fmt: skip
@@ -86,6 +94,10 @@ def process(
         incarnation=incarnation, local_step=steps, reason="Complete", parameters=parameters
     )
     return [tape.encode(record) for record in (begin, *made, *([end] if ended else []))]
+
+
+def _held(fragment: int, step: int, epoch: int | None = 1) -> tape.Held:
+    return tape.Held(fragment=fragment, step=step, epoch=epoch)
 
 
 def tapes(**lines: list[dict[str, Any]]) -> dict[str, list[tape.Process]]:

@@ -64,7 +64,7 @@ class DrivenSyncer(HostOverCoordinator):
 
     def __init__(
         self, spec: RunSpec, *, engine: Engine | None = None, parameters: Parameters | None = None,
-        fault: Callable[[str], None] = lambda point: None,
+        fault: Callable[[str], None] = lambda point: None, coordinator: type[Coordinator] = Coordinator,
     ) -> None:  # fmt: skip
         self.now, self.wake = 0.0, 0.0
         self.lines: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ class DrivenSyncer(HostOverCoordinator):
             parameters=parameters,
             model=None,
         )
-        self.coordinator = Coordinator(
+        self.coordinator = coordinator(
             self.state, record=self.record, writer=self.writer, fault=fault
         )
         self.initial = InitialParameters(self)
