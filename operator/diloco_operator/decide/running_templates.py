@@ -8,10 +8,10 @@ the template, or when none of its pods runs (docs/adr/0017-a-running-workload-ke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from diloco.runtime import untrusted_json
 from diloco_operator.decide.drift import covers
 from diloco_operator.resources.inputs import stated_pod
 from diloco_operator.resources.overlay import overlay
@@ -91,7 +91,8 @@ def _counts_are_outdated(state: JobState, want: Object, template: Object) -> boo
     if document is None or mounted == _spec_map(want["spec"]["template"]):
         return False
     try:
-        stated = json.loads((document.get("data") or {}).get(SPEC_FILE, ""))["learners"]
+        text = (document.get("data") or {}).get(SPEC_FILE, "")
+        stated = untrusted_json.parse(text, finite=False)["learners"]
     except (ValueError, TypeError, KeyError):
         return False
     return bool(stated != state.plan.spec.learners)

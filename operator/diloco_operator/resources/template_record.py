@@ -8,10 +8,10 @@ another one from the same manifest (docs/adr/0017-a-running-workload-keeps-its-t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from diloco.runtime import untrusted_json
 from diloco.spec import canonical
 from diloco_operator.resources.common import marked, short_hash
 from diloco_operator.resources.overlay import without_nulls
@@ -88,7 +88,7 @@ def template_text(workload: Mapping[str, Any]) -> str:
 def template_of(workload: Mapping[str, Any]) -> dict[str, Any] | None:
     """The recorded template; None: there is none that could be one."""
     try:
-        template = json.loads(template_text(workload))
+        template = untrusted_json.parse(template_text(workload), finite=False)
     except ValueError:
         return None
     is_template = isinstance(template, dict) and isinstance(template.get("spec"), dict)

@@ -26,6 +26,9 @@ import numpy.typing as npt
 from diloco.errors import ConfigError
 from diloco.model import integers
 
+RESERVED = "__metadata__"
+"""Not the name of a tensor in a file of safetensors."""
+
 BLOCK = 128
 """Elements that share one quantization scale; every tensor is padded to a multiple of it."""
 
@@ -209,7 +212,7 @@ def cut(
 
     Raises:
         ConfigError: P is larger than that, or leaves no fragment for the parameters, or a name is not
-            unique.
+            unique, or one that a file of the model cannot have.
 
     Reference: paper section C, "balanced tensor fragmentation".
     """
@@ -219,6 +222,11 @@ def cut(
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ConfigError(
             f"duplicate tensor names: {', '.join(twice)}; give each parameter a name of its own"
+        )
+    constants, frozen = tuple(constants), tuple(frozen)
+    if any(RESERVED in (t.name, *t.aliases) for t in (*ordered, *constants, *frozen)):
+        raise ConfigError(
+            f"a tensor of the model has the name {RESERVED}, which safetensors reserves; give it another one"
         )
     trained, buffers = [t for t in ordered if not t.buffer], [t for t in ordered if t.buffer]
     num_dealt = num_fragments - bool(buffers)

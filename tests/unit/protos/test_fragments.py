@@ -158,6 +158,16 @@ def test_a_name_that_comes_twice_is_refused():
         cut([tensor("a", 1), tensor("a", 2), tensor("b", 1)], num_fragments=1)
 
 
+@pytest.mark.parametrize("kind", ["constants", "frozen"])
+def test_a_name_that_a_file_of_the_model_cannot_have_is_refused(kind):
+    reserved = Tensor(name="__metadata__", shape=(1,), dtype="float32")
+    tied = Tensor(name="b", shape=(1,), dtype="float32", aliases=("__metadata__",))
+    for names in ({"tensors": [reserved]}, {kind: [reserved]}, {kind: [tied]}):
+        model = {"tensors": [tensor("a", 1)], **names}
+        with pytest.raises(ConfigError, match="the name __metadata__, which safetensors reserves"):
+            cut(model.pop("tensors"), num_fragments=1, **model)
+
+
 @pytest.mark.parametrize(
     "other",
     [
