@@ -93,7 +93,7 @@ class SimulatedLearner:
         self._polls = self._code = 0
         self._loss: float | None = None
         """The newest that is finite."""
-        self.requested: Counter[int] = Counter()
+        self.begun: Counter[int] = Counter()
         """Downloads of each fragment."""
         self.uplink: Uplink | None = None
         self.process.observers.append(self)
@@ -138,7 +138,7 @@ class SimulatedLearner:
         self.uplink = Uplink(
             self.link_process, self._network, self._server, name=self.name, spec=self.spec,
             memory=self.memory, to_trainer=self._from_link, source=self._source,
-            behaviour=self.behaviour, left=self._left, requested=self.requested,
+            behaviour=self.behaviour, left=self._left, begun=self.begun,
             observe=self._observe,
         )  # fmt: skip
         self.uplink.from_trainer.offer(self.core.state())
@@ -152,7 +152,7 @@ class SimulatedLearner:
             tuple(inbox.version for inbox in self.memory.inboxes) if uplink is not None else ()
         )
         return LearnerMoment(
-            connected=connected, done=self.done, versions=versions, requested={**self.requested}
+            connected=connected, done=self.done, versions=versions, begun={**self.begun}
         )
 
     @property

@@ -4,6 +4,7 @@ Uploads and downloads of a simulated link: what `BulkTransfers`, `Uploader` and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -115,14 +116,15 @@ class Transfers:
         spec: of the job.
         behaviour: how it misbehaves.
         ended: takes the ends; pass each to `settle`.
+        begun: counts the downloads of each fragment.
         observe: gets `Encoded`.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, memory: PlainMemory, spec: RunSpec,
-        behaviour: Behaviour, ended: Callable[[Ended], None], observe: Callable[[object], None],
+        behaviour: Behaviour, ended: Callable[[Ended], None], begun: Counter[int], observe: Callable[[object], None],
     ) -> None:  # fmt: skip
-        self.process, self.behaviour = process, behaviour
+        self.process, self.behaviour, self.begun = process, behaviour, begun
         self._memory, self._ended, self._observe = memory, ended, observe
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(memory.layout, spec))
         self.placement = Placement(memory, spec, self.buffers)
@@ -415,6 +417,7 @@ class _Download:
             self._timer = self._transfers.process.after(self._request.delay_seconds, self._begin)
 
     def _begin(self) -> None:
+        self._transfers.begun[self._request.fragment] += 1
         self._assembly = self._transfers.placement.begin(self._request, self._identity)
         self._ask()
 

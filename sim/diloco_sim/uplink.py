@@ -49,26 +49,25 @@ class Uplink:
         source: for back-off.
         behaviour: how it misbehaves.
         left: called when it has left the job.
-        requested: counts the downloads of each fragment.
+        begun: counts the downloads of each fragment.
         observe: gets what checkers observe.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, *, name: str, spec: RunSpec,
         memory: PlainMemory, to_trainer: Pipe[LinkState], source: random.Random, behaviour: Behaviour,
-        left: Callable[[], None], requested: Counter[int], observe: Callable[[object], None],
+        left: Callable[[], None], begun: Counter[int], observe: Callable[[object], None],
     ) -> None:  # fmt: skip
         self.process = process
         self.from_trainer: Pipe[TrainerState] = Pipe(process, self._read)
         self._spec, self._memory, self._to_trainer, self._left = spec, memory, to_trainer, left
-        self._requested = requested
         self._settings = LearnerSettings(
             job=spec.job, learner=name, syncer=server.name, spec=Path("spec.json")
         )
         self._control = Channel(process, network, server, CONTROL)
         self._session: _Session | None = None
         self.transfers = Transfers(
-            process, network, server, memory, spec, behaviour, self._transfer_ended, observe
+            process, network, server, memory, spec, behaviour, self._transfer_ended, begun, observe
         )
         self._identity = Identity(learner=name, epoch=0, incarnation=0)
         backoff = Backoff(*RECONNECT_SECONDS, source)
@@ -176,7 +175,6 @@ class Uplink:
             case ev.UploadInitial():
                 self.transfers.upload_initial(decision, self._identity)
             case ev.Download():
-                self._requested[decision.fragment] += 1
                 self.transfers.download(decision, self._identity)
             case ev.Discard():
                 self.transfers.discard(decision.staged)

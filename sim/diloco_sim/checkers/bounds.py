@@ -71,7 +71,7 @@ class Bounds:
             LINES_PER_LEARNER * (most.learners + 1) + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
-        self._requested: dict[str, Mapping[int, int]] = {}
+        self._begun: dict[str, Mapping[int, int]] = {}
         self._judged_at = 0.0
         self._lines: deque[float] = deque()
         self._written = 0
@@ -120,9 +120,9 @@ class Bounds:
     def _judge_downloads(self, moment: Moment, now: float) -> None:
         most = int(self._downloads_per_second * max(1.0, now - self._judged_at))
         for name, learner in moment.learners.items():
-            before = self._requested.get(name, {})
-            for fragment, requested in learner.requested.items():
-                count = requested - before.get(fragment, 0)
+            before = self._begun.get(name, {})
+            for fragment, begun in learner.begun.items():
+                count = begun - before.get(fragment, 0)
                 if count > most:
                     self._fail(
                         f"{name} has begun {count} downloads of fragment {fragment} within "
@@ -130,7 +130,7 @@ class Bounds:
                         moment.step,
                         now,
                     )
-            self._requested[name] = learner.requested
+            self._begun[name] = learner.begun
         self._judged_at = now
 
     @property

@@ -125,7 +125,7 @@ class LearnerMoment:
     """It has left because the job is complete."""
     versions: tuple[tuple[int, int] | None, ...]
     """Of each fragment in its inbox."""
-    requested: Mapping[int, int] = field(default_factory=dict)
+    begun: Mapping[int, int] = field(default_factory=dict)
     """Fragment, or P for the constants → downloads that were begun so far."""
 
 

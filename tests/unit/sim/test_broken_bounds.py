@@ -48,8 +48,8 @@ def test_each_count_has_a_bound(what, most, sentence):
 def test_downloads_of_a_fragment_by_a_learner_have_a_bound():
     bounds = Bounds(MOST)
 
-    def judge(requested: dict[int, int], now: float) -> None:
-        learner = LearnerMoment(connected=False, done=False, versions=(), requested=requested)
+    def judge(begun: dict[int, int], now: float) -> None:
+        learner = LearnerMoment(connected=False, done=False, versions=(), begun=begun)
         bounds.observe(replace(moment(), learners={"eu/0": learner}), now)
 
     judge({0: 30, 1: 30}, 5.0)
