@@ -74,12 +74,14 @@ MEASURED = (
     Measurement(_DEFAULTS, 1, "41 thousand", 600, 3, -0.4, ("learners/", "1-m1")),
     Measurement(_DEFAULTS, 2, "41 thousand", 600, 3, 3.0, ("learners/", "2-m2")),
     Measurement(_DEFAULTS, 8, "41 thousand", 600, 3, 11.2, ("learners/", "4-m8")),
+    Measurement(_DEFAULTS, 16, "41 thousand", 600, 3, 16.1, ("learners/many", "3-m16")),
     Measurement(_MIDDLE, 4, "41 thousand", 600, 3, 4.9, ("interval/", "6-h12-average")),
     Measurement(_SHORT, 4, "0.85 million", 600, 3, 1.9, ("interval/example", "4-h6-average-20")),
     Measurement(_SHORT, 4, "41 thousand", 600, 3, 2.5, ("interval/", "5-h6-average")),
     Measurement(_SHORT, 4, "41 thousand", 3000, 3, 2.5, ("interval/long", "6-h6-average-024")),
     Measurement(_SHORT, 2, "41 thousand", 600, 3, 1.8, ("learners/", "5-m2-h6")),
     Measurement(_SHORT, 8, "41 thousand", 600, 3, 6.0, ("learners/", "7-m8-h6")),
+    Measurement(_SHORT, 16, "41 thousand", 600, 3, 10.4, ("learners/many", "4-m16-h6")),
 )
 """A test compares each figure with the results of its study."""
 

@@ -83,7 +83,7 @@ def test_a_job_with_measured_settings_gets_all_figures_that_fit_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "closest"),
     [
-        ({"learners": {"eu": 16}}, "M = 8, H = 24, Radial"),
+        ({"learners": {"eu": 32}}, "M = 16, H = 24, Radial"),
         ({"learners": {"eu": 3}}, "M = 4, H = 24, Radial"),
         ({"interval": 30}, "M = 4, H = 24, Radial"),
         ({"interval": 7, "merge": "Average"}, "M = 4, H = 6, Average"),
