@@ -27,7 +27,13 @@ IDLE_SECONDS = 120.0
 """A connected learner that makes no steps keeps its open blocks for this long once the others wait for them."""
 
 BLOCK_SECONDS = 300.0
-"""The same of one that steps, and ends no block; doubled each time that this happens."""
+"""The same of one that steps, and ends no block; doubled each time that this happens, up to MOST_BLOCK_SECONDS."""
+
+MOST_BLOCK_SECONDS = 64 * BLOCK_SECONDS
+"""
+So that a learner that never ends one does not hold up the others for days at the end of a later pass. A block that
+takes longer is leased again while it is trained on, once others wait.
+"""
 
 MAX_ADOPTED = 1 << 20
 """A learner that returns may have what is less than so many serials after the oldest one that is not trained."""
@@ -275,7 +281,8 @@ class BlockLedger:
         if now - holder.stepped_at >= IDLE_SECONDS:
             reason = "NoSteps"
         elif now - holder.ended_at >= self.patience:
-            reason, self.patience = "Overdue", 2 * self.patience
+            reason = "Overdue"
+            self.patience = min(2 * self.patience, MOST_BLOCK_SECONDS)
         else:
             return []
         self._changed[learner] = None

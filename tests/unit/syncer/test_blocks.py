@@ -16,6 +16,7 @@ from diloco_syncer.core.blocks import (
     HOLD_SECONDS,
     IDLE_SECONDS,
     MAX_ADOPTED,
+    MOST_BLOCK_SECONDS,
     BlockLedger,
     FreeSerials,
 )
@@ -141,6 +142,16 @@ def test_a_learner_that_steps_and_never_ends_a_block_delays_the_others_for_a_whi
         assert ledger.advance(float(second)) == []
     assert logged(ledger.advance(BLOCK_SECONDS), "release")[0]["reason"] == "Overdue"
     assert ledger.patience == 2 * BLOCK_SECONDS
+
+
+@pytest.mark.parametrize("part", [4, 2, 1])
+def test_the_time_for_a_block_doubles_up_to_a_limit(part):
+    ledger = starved()
+    ledger.patience = most = MOST_BLOCK_SECONDS / part
+    ledger.stepped("eu/0", most)
+    assert ledger.advance(most - 0.1) == []
+    assert logged(ledger.advance(most), "release")[0]["reason"] == "Overdue"
+    assert ledger.patience == min(2 * most, MOST_BLOCK_SECONDS)
 
 
 def test_while_no_learner_waits_a_learner_keeps_its_blocks():
