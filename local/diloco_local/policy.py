@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
+from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
     BrokenStarts,
@@ -72,7 +73,7 @@ class Process:
     restarts: int = 0
     crashes: int = 0
     exits: int = 0
-    """In a row, without a healthy run between them."""
+    """In a row, without a healthy run between them, nor a kill of a learner that had joined."""
     unserved: int = 0
     """Runs in a row in which the syncer never served."""
     served: bool = False
@@ -199,7 +200,9 @@ class Policy:
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         process = self.processes[event.name]
         healthy = now - process.started_at >= self.limits.healthy_seconds
-        process.exits = 1 if healthy else process.exits + 1
+        # A kill from outside does not predict how the next run ends.
+        killed = event.joined and event.code < 0 and not is_crash(event.code)
+        process.exits = 1 if healthy or killed else process.exits + 1
         process.unserved = 0 if process.served else process.unserved + 1
         process.last_code, process.joined = event.code, process.joined or event.joined
         if process.role is Role.EVALUATOR and event.code == EXIT_DONE:

@@ -101,6 +101,19 @@ def test_a_healthy_minute_resets_the_back_off(lived_seconds, pause):
     assert run.exits("eu/0", 1, at=1.5 + lived_seconds)[0].delay_seconds == pause
 
 
+@pytest.mark.parametrize(
+    ("code", "joined", "pause"),
+    [(-SIGKILL, True, 0.5), (-SIGKILL, False, 2.0), (-SIGSEGV, True, 2.0), (1, True, 2.0)],
+)  # fmt: skip
+def test_a_kill_of_a_learner_that_had_joined_resets_the_back_off(code, joined, pause):
+    run = training()
+    for at in (0.5, 1.5):
+        run.exits("eu/0", 1)
+        run.wait(until=at)
+    event = Exited(name="eu/0", code=code, joined=joined)
+    assert run.handle(event, at=4.0)[0].delay_seconds == pause
+
+
 def test_the_exit_of_a_learner_does_not_affect_the_others():
     run = training()
     decisions = run.exits("eu/0", 1, last_line="RuntimeError: boom")
