@@ -108,6 +108,18 @@ class Behaviour:
         payload[:4] = b"\xff" * 4  # the first values, or the scale of a block
         return frames.pack(frames.Kind.CHUNK, envelope.index, payload)
 
+    def blocks(self, blocks: pb.Blocks) -> None:
+        """Change what it states of its blocks of data."""
+        if self._honest:
+            return
+        if self.has(Kind.BLOCKS_KEPT):
+            blocks.open.extend(block.serial for block in blocks.trained)
+            del blocks.trained[:]
+        if self.has(Kind.BLOCKS_FALSE):
+            first = max([0, *blocks.open, *(block.serial for block in blocks.trained)]) + 1
+            blocks.trained.add(serial=first, begin=1, end=2)
+            blocks.open.append(first + 1)
+
     def report(self, report: pb.Report, previous: pb.Report | None) -> pb.Report:
         """What it reports instead of the truth."""
         if self._honest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.faults import (
     AMOUNTS,
+    BLOCKS,
     BREAKS,
     MISBEHAVIOUR,
     POWER,
@@ -30,7 +31,9 @@ from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
 from diloco_syncer.coordinator import MERGE_WINDOW_BYTES
+from diloco_syncer.core.blocks import HOLD_SECONDS, IDLE_SECONDS
 from diloco_syncer.merging.buffers import MOST_IDLE, SLACK
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.link.buffers import SLACK as LINK_SLACK
 from diloco_worker.link.buffers import most_transfers
 
@@ -69,6 +72,9 @@ RESTORED = 0.06
 BREAKING = 1 / 6
 """Share of the worlds in which a connection of a learner breaks after each pull."""
 
+BLOCKED = 0.3
+"""Share of the worlds whose learners take blocks of data."""
+
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
 
@@ -99,6 +105,15 @@ class Description:
     """Elements of each buffer that changes; the first holds integers."""
     window_bytes: int = MERGE_WINDOW_BYTES
     """How far a member may be ahead of the slowest, in chunks of the real size; 4 chunks at least."""
+    data: Data | None = None
+    """What the loops of the learners take blocks of; None: they take none."""
+    block_steps: int = 1
+    """That a loop makes with a block."""
+
+    @property
+    def blocks(self) -> int:
+        """Of the data; 0: the loops take none."""
+        return -(-self.data.items // self.data.size) if self.data is not None else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,7 +184,7 @@ class Description:
         """
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
         # A step that began under a fault takes as long after it.
-        rounds = 10 * between * self.slowest + self._longest_step
+        rounds = 10 * between * self.slowest + self._longest_step + self.block_seconds
         return Bounds(
             progress=PROGRESS_SECONDS + rounds,
             recovery=PROGRESS_SECONDS + 240.0 + rounds,
@@ -177,6 +192,23 @@ class Description:
             participation=900.0 + rounds,
             result=90.0 + 4 * self.slowest + self._longest_step,
         )
+
+    @property
+    def block_seconds(self) -> float:
+        """
+        How long loops may wait for their next block at the end of a pass, until the learners that have the
+        last ones have trained on them or lose them; 0: they take none.
+        """
+        if self.data is None:
+            return 0.0
+        open_steps = (self.data.ahead + 1) * self.block_steps
+        lost = 40.0 + HOLD_SECONDS  # until a connection is given up, and after it
+        return max(lost, IDLE_SECONDS) + open_steps * self._longest_step
+
+    @property
+    def block_wait(self) -> float:
+        """How long a loop may wait for a block once all faults are over."""
+        return self.bounds.recovery
 
     @property
     def health(self) -> Health:
@@ -259,11 +291,13 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         faults: False: the same world without faults.
     """
     source = random.Random(seed)
-    of_spec, of_plan, of_buffers, of_copy, of_breaks = (fork(source) for _ in range(5))
+    of_spec, of_plan, of_buffers, of_copy, of_breaks, of_blocks = (fork(source) for _ in range(6))
     description = _sample(seed, steps, of_spec)
     if of_buffers.random() < BUFFERED and description.spec.fragments > 1:
         sizes = tuple(of_buffers.randint(1, 300) for _ in range(of_buffers.randint(1, 3)))
         description = replace(description, buffers=sizes)
+    if of_blocks.random() < BLOCKED:
+        description = _with_blocks(of_blocks, description)
     if not faults:
         return description
     count = of_plan.choice((0, 1, 2, 3, 5, 8, 12, 20))
@@ -281,7 +315,30 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         if of_breaks.random() < 0.5:  # the quorum needs the learner, or the slowest one
             spec = replace(description.spec, quorum=max(1, description.learners - 1))
             description = replace(description, spec=spec)
+    if description.data is not None and of_blocks.random() < 0.5:
+        false = _false_blocks(of_blocks, description.names, quiet_at)
+        plan = Plan.of(*plan, *(fault for fault in false if of_blocks.random() < 0.5))
     return replace(description, plan=plan)
+
+
+def _with_blocks(source: random.Random, description: Description) -> Description:
+    """The end of a pass, where learners wait for each other, comes often, now and then or never."""
+    ahead, size = source.choice((0, 1, 1, 4)), source.randint(1, 50)
+    most_open = description.learners * (ahead + 1)
+    blocks = source.choice((2 * most_open, 6 * most_open, 1 << 20)) + source.randint(0, 3)
+    items = blocks * size - source.randint(0, size - 1)
+    data = Data(items=items, size=size, ahead=ahead)
+    return replace(description, data=data, block_steps=source.randint(1, 3))
+
+
+def _false_blocks(
+    source: random.Random, learners: Sequence[str], quiet_at: float
+) -> Iterator[Fault]:
+    """What a member may do to the blocks of the others."""
+    for kind in BLOCKS:
+        begin = source.uniform(0.0, 0.9) * quiet_at
+        end = source.uniform(begin, quiet_at)
+        yield Fault.parse(str(Fault(kind, source.choice(learners), begin, end)))
 
 
 def _restored(source: random.Random, quiet_at: float) -> list[Fault]:

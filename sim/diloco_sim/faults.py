@@ -112,6 +112,10 @@ class Kind(Enum):
     """The learner uploads each answer on two streams at once."""
     NEWER = "newer"
     """The learner is of a later release: its messages have fields that the syncer does not know."""
+    BLOCKS_KEPT = "blocks-kept"
+    """The learner never states that it has trained on a block of data."""
+    BLOCKS_FALSE = "blocks-false"
+    """The learner states blocks as open and as trained on that it does not have."""
 
 
 LINK = (
@@ -158,6 +162,9 @@ MISBEHAVIOUR = (
     Kind.TWICE,
     Kind.NEWER,
 )
+
+BLOCKS = (Kind.BLOCKS_KEPT, Kind.BLOCKS_FALSE)
+"""How a member misbehaves that takes blocks of data; only worlds with blocks have them."""
 
 POWER = "power"
 """`peer` of a crash that takes the machine along."""

@@ -18,7 +18,7 @@ from diloco.errors import EXIT_TRY_AGAIN
 from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
-from diloco_sim.checkers.observations import LearnerMoment, Refused
+from diloco_sim.checkers.observations import BlockTaken, LearnerMoment, Refused
 from diloco_sim.clock import Process
 from diloco_sim.faults import Kind
 from diloco_sim.memory import Model, PlainMemory, Received
@@ -26,7 +26,9 @@ from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core
+from diloco_worker.core.block_wait import BlockWait
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.core.recovery import LocalCheckpoint
 
 TRAINER = "+trainer"
@@ -63,12 +65,15 @@ class SimulatedLearner:
         tokens: of one step.
         checkpoint_every: local steps between own checkpoints; None: none.
         observe: gets what checkers observe.
+        data: what its loop takes blocks of; None: it takes none.
+        block_steps: that it makes with a block.
     """
 
     def __init__(
         self, name: str, network: Network, server: Process, *, spec: RunSpec, layout: Layout,
         new_model: Callable[[], Model], source: random.Random, step_seconds: float, tokens: int,
         checkpoint_every: int | None, observe: Callable[[object], None],
+        data: Data | None = None, block_steps: int = 1,
     ) -> None:  # fmt: skip
         clock = network.clock
         self.name, self.spec, self.layout = name, spec, layout
@@ -84,12 +89,19 @@ class SimulatedLearner:
         self._new_model = new_model
         self._tokens, self._checkpoint_every = tokens, checkpoint_every
         self._observe = observe
+        self._data, self._block_steps = data, block_steps
         self._saved: Saved | None = None
         """The newest own checkpoint; survives everything but faults of its disk."""
         self._first_saved: Saved | None = None
         self._damaged = False
         """The newest own checkpoint cannot be loaded."""
-        self._terminated = self._leaving = self._waits = False
+        self._terminated = self._leaving = False
+        self._continue: Callable[[], None] | None = None
+        """What it does when the link has stated something, or after a while; None: it does not wait."""
+        self._waits_since: float | None = None
+        """For a block of data."""
+        self._steps_left = 0
+        """With the block in use."""
         self._polls = self._code = 0
         self._loss: float | None = None
         """The newest that is finite."""
@@ -106,7 +118,8 @@ class SimulatedLearner:
         if self.done or self.refused or self.absences:
             self.process.crash()
             return
-        self._terminated = self._leaving = self._waits = False
+        self._terminated = self._leaving = False
+        self._continue, self._waits_since, self._steps_left = None, None, 0
         self.memory = PlainMemory(self.layout)
         self.model = self._new_model()
         found, saved = None, self._saved
@@ -124,6 +137,7 @@ class SimulatedLearner:
             checkpoint_every=self._checkpoint_every,
             connect_timeout_seconds=CONNECT_SECONDS,
         )
+        self._block_wait = BlockWait(self.core, name=self.name, timeout_seconds=CONNECT_SECONDS)
         self._from_link: Pipe[LinkState] = Pipe(self.process, self._line)
         if not self.link_process.alive:
             self.link_process.start()
@@ -152,8 +166,9 @@ class SimulatedLearner:
             tuple(inbox.version for inbox in self.memory.inboxes) if uplink is not None else ()
         )
         return LearnerMoment(
-            connected=connected, done=self.done, versions=versions, begun={**self.begun}
-        )
+            connected=connected, done=self.done, versions=versions, begun={**self.begun},
+            waits_since=self._waits_since if self.process.alive else None,
+        )  # fmt: skip
 
     @property
     def link_bytes(self) -> int:
@@ -217,13 +232,23 @@ class SimulatedLearner:
 
     # ------------------------------------------------------------ joining
 
+    def _await(self, then: Callable[[], None]) -> None:
+        """Continue when the link has stated something, and after a while in any case."""
+        self._continue = then
+        self._polls += 1
+        self.process.after(POLL_SECONDS, self._poll, self._polls)
+
     def _line(self) -> None:
-        if self._waits:
-            self._join()
+        if (then := self._continue) is not None:
+            self._continue = None
+            then()
+
+    def _poll(self, number: int) -> None:
+        if number == self._polls:
+            self._line()
 
     def _join(self) -> None:
         life = self.process.life
-        self._waits = False
         while not (self.core.joined or self.core.closed):
             state = self._from_link.newest()
             actions = self.core.join(state, now=self.process.now, terminated=self._terminated)
@@ -231,15 +256,9 @@ class SimulatedLearner:
             if self.process.life != life:
                 return
             if any(isinstance(action, core.AwaitLink) for action in actions):
-                self._waits = True
-                self._polls += 1
-                self.process.after(POLL_SECONDS, self._poll, self._polls)
+                self._await(self._join)
                 return
         self._next_step()
-
-    def _poll(self, number: int) -> None:
-        if self._waits and number == self._polls:
-            self._join()
 
     # ------------------------------------------------------------ training
 
@@ -248,14 +267,48 @@ class SimulatedLearner:
         if not self.core.closed:
             state = self._from_link.newest()
             self._carry_out(self.core.check(state, terminated=self._terminated))
-        if not self.core.closed and self.process.life == life:
-            self.model.begin(
-                local_step=self.core.ledger.local_step, global_step=self.core.link_state.step
-            )
-            self.process.work(self.step_seconds * self.speed, self._stepped)
+        if self.core.closed or self.process.life != life:
+            return
+        if self._data is not None and not self._steps_left:
+            self._begin_block(self._block_wait.take(self._data))
+        else:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.model.begin(
+            local_step=self.core.ledger.local_step, global_step=self.core.link_state.step
+        )
+        self.process.work(self.step_seconds * self.speed, self._stepped)
+
+    def _begin_block(self, serial: int | None = None) -> None:
+        """As `JoinedLearner.take_block`; the first step with the block follows."""
+        life = self.process.life
+        while True:
+            state = self._from_link.newest()
+            self._carry_out(self.core.check(state, terminated=self._terminated))
+            if self.core.closed or self.process.life != life:
+                return
+            if serial is None:
+                serial = self._block_wait.retry()
+            if serial is not None:
+                break
+            if self._waits_since is None:
+                self._waits_since = self.process.clock.now
+            actions = self._block_wait.wait(now=self.process.now)
+            self._carry_out(actions)
+            if self.process.life != life:
+                return
+            if any(isinstance(action, core.AwaitLink) for action in actions):
+                self._await(self._begin_block)
+                return
+        self._waits_since = None
+        self._steps_left = self._block_steps
+        self._observe(BlockTaken(self.name, serial, self.core.ledger.local_step))
+        self._begin_step()
 
     def _stepped(self) -> None:
         loss = self.model.step()
+        self._steps_left = max(0, self._steps_left - 1)
         now, life = self.process.now, self.process.life
         actions = self.core.step(self._tokens, self._from_link.newest(), now=now)
         copied = self._carry_out(actions)

@@ -29,7 +29,7 @@ from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.link.link import GOODBYE_SECONDS, RECONNECT_SECONDS
-from diloco_worker.link.session import event_of, hello, lost_of, report
+from diloco_worker.link.session import blocks, event_of, hello, lost_of, report
 from diloco_worker.link.transfer import Identity
 from diloco_worker.settings import LearnerSettings
 
@@ -161,7 +161,12 @@ class Uplink:
                     behaviour = self.transfers.behaviour
                     stated = behaviour.report(report(decision.state), self._reported)
                     self._reported = stated
-                    self._session.report(stated)
+                    self._session.state(pb.LearnerMessage(report=stated))
+            case ev.SendBlocks():
+                if self._session is not None:
+                    stated = blocks(decision.blocks)
+                    self.transfers.behaviour.blocks(stated)
+                    self._session.state(pb.LearnerMessage(blocks=stated))
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))
@@ -207,7 +212,7 @@ class Uplink:
 
 
 class _Session:
-    """The learner's end of a session; a newer report replaces one that was not sent yet."""
+    """The learner's end of a session; newer reports and blocks replace those that were not sent yet."""
 
     def __init__(self, uplink: Uplink, first: pb.Hello) -> None:
         self._uplink = uplink
@@ -215,7 +220,8 @@ class _Session:
         """Messages for which there is no stream yet."""
         self._endpoint: Endpoint | None = None
         self._over = self._finishing = False
-        self._report: pb.Report | None = None
+        self._unsent: dict[str, pb.LearnerMessage] = {}
+        """Of each kind that is replaced, the newest."""
 
     def opened(self, connection: Connection) -> None:
         """There is a connection."""
@@ -239,21 +245,21 @@ class _Session:
         else:
             self._endpoint.send(message.SerializeToString())
 
-    def report(self, message: pb.Report) -> None:
-        """Send a report, in place of any that was not sent yet."""
-        waits = self._report is not None
-        self._report = message
+    def state(self, message: pb.LearnerMessage) -> None:
+        """Send a report or blocks, in place of any that were not sent yet."""
+        waits = bool(self._unsent)
+        self._unsent[str(message.WhichOneof("kind"))] = message
         if not waits:
             self._flush()
 
     def _flush(self) -> None:
-        if self._report is None or self._endpoint is None or self._over:
+        if not self._unsent or self._endpoint is None or self._over:
             return
         if self._endpoint.outbox:  # the link is cut or slow
             self._uplink.process.after(0.05, self._flush)
             return
-        message, self._report = self._report, None
-        self._endpoint.send(pb.LearnerMessage(report=message).SerializeToString())
+        for kind in sorted(self._unsent):
+            self._endpoint.send(self._unsent.pop(kind).SerializeToString())
 
     def finish(self) -> None:
         """Send no more."""

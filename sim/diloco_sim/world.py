@@ -22,6 +22,7 @@ from diloco.journal import reader
 from diloco.spec import RunSpec
 from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bases import Bases
+from diloco_sim.checkers.blocks import Blocks
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
@@ -131,7 +132,7 @@ class World:
                 new_model=partial(new_model, name) if new_model is not None else toy,
                 source=of_learner, step_seconds=description.step_seconds[index],
                 tokens=description.tokens(index), checkpoint_every=description.checkpoint_every,
-                observe=self.observe,
+                observe=self.observe, data=description.data, block_steps=description.block_steps,
             )  # fmt: skip
         self._health = description.health
         self.halt = ""
@@ -155,27 +156,29 @@ class World:
 
     def own_checkers(self) -> list[Checker]:
         """Those that every world has."""
-        spec = self.spec
+        spec, of = self.spec, self.of
+        false = frozenset(fault.target for fault in of.plan.only(Kind.BLOCKS_FALSE))
         return [
+            *([Blocks(of.blocks, of.block_steps, of.block_wait, false)] if of.blocks else []),
             Quorum(spec.quorum),
             Rounds(spec.overlap),
             Reports(),
             Incarnations(),
             Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
-            Replay(spec, self.of.layout),
+            Replay(spec, of.layout),
             Credits(
                 spec,
-                false={f.target for f in self.of.plan.only(*LIES)},
+                false={f.target for f in of.plan.only(*LIES)},
                 delayed=self._delayed(),
             ),
-            Bases(spec, self.of.layout),
+            Bases(spec, of.layout),
             Durable(),
-            Liveness(spec.steps, self.of.bounds, self.of.too_slow),
-            Status(spec.quorum, self.of.explained_gap.seconds),
+            Liveness(spec.steps, of.bounds, of.too_slow),
+            Status(spec.quorum, of.explained_gap.seconds),
             Journalled(self.whole_journal),
             Audited(self.journal_lines, self.refused_lines),
-            Bounds(self.of.most),
+            Bounds(of.most),
         ]
 
     def _delayed(self) -> set[str]:

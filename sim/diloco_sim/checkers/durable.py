@@ -119,6 +119,8 @@ class Durable:
                 return f"{key} {resumed[key]}, its snapshot {saved[key]}"
         if saved["halted"] and not resumed["halted"]:
             return f"no halt, and its snapshot has one: {saved['halted']}"
+        if saved["blocks"] != resumed["blocks"]:
+            return f"other blocks of data than its snapshot: {resumed['blocks']}, {saved['blocks']} there"
         for name, was in saved["members"].items():
             now = resumed["members"].get(name)
             if now is None:

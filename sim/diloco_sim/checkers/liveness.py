@@ -17,6 +17,9 @@ from diloco_sim.checkers.observations import Committed, Moment, Refused
 Version = tuple[int, int]
 """Epoch and global step."""
 
+WAITED_SECONDS = 10.0
+"""A loop that has waited longer for a block of data makes no step, so its learner takes no results."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -83,7 +86,8 @@ class Liveness:
 
     def _judge(self, moment: Moment, now: float) -> None:
         for name, learner in moment.learners.items():
-            if not learner.connected:
+            waited = now - learner.waits_since if learner.waits_since is not None else 0.0
+            if not learner.connected or waited > WAITED_SECONDS:
                 self._connected_at.pop(name, None)
             else:
                 self._connected_at.setdefault(name, now)

@@ -95,6 +95,16 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTaken:
+    """The loop of a learner begins a block of data."""
+
+    learner: str
+    serial: int
+    local_step: int
+    """t_m before the first step with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Flipped:
     """A bit of a file of the syncer has flipped at rest."""
 
@@ -127,6 +137,8 @@ class LearnerMoment:
     """Of each fragment in its inbox."""
     begun: Mapping[int, int] = field(default_factory=dict)
     """Fragment, or P for the constants → downloads that were begun so far."""
+    waits_since: float | None = None
+    """Since when its loop waits for a block of data; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
