@@ -177,8 +177,9 @@ class Group:
         return replace(self, command=("nice", "-n", str(niceness), *self.command))
 
     def repeat(self, result: Result) -> Result:
-        """The result after a second run of the tests that failed, if they are few."""
-        if not self.second or not 0 < result.counts["failed"] <= SECOND_RUNS:
+        """The result after a second run of the tests that failed, if they are few; not of a crash outside of tests."""
+        tests = all("::" in failure for failure in result.failures)
+        if not self.second or not tests or not 0 < result.counts["failed"] <= SECOND_RUNS:
             return result
         again = Group(f"{self.name}, second run of what failed", self.second, self.environment)
         return result.after(again.run(alone=True))
@@ -254,9 +255,10 @@ def pytest(name: str, *arguments: str, **environment: str) -> Group:
     # Without bytecode, each of the thousand processes that tests start would compile our packages (0.3 s).
     # Threads of torch that wait for each other would spin on cores that other groups need.
     # With Go's default, tests on an API server took 1.4 times as much processor time.
-    # The last: for programs that use an optimizer (tests/support/sitecustomize.py).
+    # PYTHONPATH: for programs that use an optimizer (tests/support/sitecustomize.py).
+    # PYTHONFAULTHANDLER: pytest shows where a process crashed only until its tests have ended.
     defaults = {
-        "PYTHONDONTWRITEBYTECODE": "", "OMP_WAIT_POLICY": "PASSIVE", "GOGC": "400",
+        "PYTHONDONTWRITEBYTECODE": "", "OMP_WAIT_POLICY": "PASSIVE", "GOGC": "400", "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
     environment = defaults | environment

@@ -159,8 +159,14 @@ def test_many_failures_are_not_run_a_second_time(group, runner, monkeypatch):
 def test_a_second_run_that_runs_no_test_changes_nothing(runner):
     first = runner.Result(Counter(passed=3, failed=1), ("FAILED group: exit status 3",))
     assert first.after(runner.Result(Counter(failed=0))) == first
-    crashed = runner.Group("some", ("false",), {}, (sys.executable, "-c", "exit(5)"))
-    assert crashed.repeat(first).counts["failed"] == 1
+
+
+def test_a_process_that_crashed_after_its_tests_has_failed_and_does_not_run_again(runner):
+    again = (sys.executable, "-c", "print('== 1 passed in 1s ==')")
+    crashed = runner.Group("some", ("false",), {}, again)
+    first = crashed.run()
+    assert first.failures == ("FAILED some: exit status 1",)
+    assert crashed.repeat(first) == first
 
 
 @pytest.fixture

@@ -96,9 +96,7 @@ class Blocks:
                 self._compare_with(self._found, free, opened, line["next"], "the line", now)
             self._open = dict.fromkeys(opened, "")
             self._free, self._next = free, line["next"]
-            self._trained = {
-                n for n in self._trained if n < self._next and n not in free | opened
-            }
+            self._trained = {n for n in self._trained if n < self._next and n not in free | opened}
             lost = set(range(self._next)) - free - opened - self._trained
             if lost:
                 self._fail(f"block {min(lost)} is lost by the restart", now)
@@ -162,7 +160,9 @@ class Blocks:
     def _take(self, event: BlockTaken, now: float) -> None:
         key = event.learner, event.serial
         if key not in self._leased:
-            self._fail(f"{event.learner} begins block {event.serial}, which it was never leased", now)
+            self._fail(
+                f"{event.learner} begins block {event.serial}, which it was never leased", now
+            )
         self._taken.setdefault(key, set()).add(event.local_step)
 
     def _judge(self, moment: Moment, now: float) -> None:
