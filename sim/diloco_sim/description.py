@@ -75,6 +75,9 @@ BREAKING = 1 / 6
 BLOCKED = 0.3
 """Share of the worlds whose learners take blocks of data."""
 
+NO_END = 10
+"""Blocks for each learner and global step, of which no world takes as many."""
+
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
 
@@ -197,9 +200,9 @@ class Description:
     def block_seconds(self) -> float:
         """
         How long loops may wait for their next block at the end of a pass, until the learners that have the
-        last ones have trained on them or lose them; 0: they take none.
+        last ones have trained on them or lose them; 0: they take none, or the first pass does not end.
         """
-        if self.data is None:
+        if self.data is None or self.blocks > NO_END * self.steps * self.learners:
             return 0.0
         open_steps = (self.data.ahead + 1) * self.block_steps
         lost = 40.0 + HOLD_SECONDS  # until a connection is given up, and after it
@@ -259,7 +262,8 @@ class Description:
     def explained_gap(self) -> ExplainedGap:
         """Without a merge for longer than this, the status must not be Training."""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        return ExplainedGap(self.plan, between=between, longest_step=self._longest_step)
+        longest = self._longest_step + self.block_seconds
+        return ExplainedGap(self.plan, between=between, longest_step=longest)
 
     @property
     def quiet_at(self) -> float:

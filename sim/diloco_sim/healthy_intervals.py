@@ -92,7 +92,9 @@ class ExplainedGap:
 
     def __init__(self, plan: Plan, *, between: float, longest_step: float) -> None:
         self._between, self._longest_step = between, longest_step
-        self._measured = [f for f in plan.only(Kind.JUMP, Kind.PAUSE) if _seconds(f) > 0]
+        # Who states no block as trained on gets no further one: its next step is as long as the fault.
+        kinds = (Kind.JUMP, Kind.PAUSE, Kind.BLOCKS_KEPT)
+        self._measured = [f for f in plan.only(*kinds) if _seconds(f) > 0]
         self._stated = plan.only(Kind.LIE_SECONDS)
 
     def seconds(self, since: float, now: float) -> float:

@@ -79,6 +79,9 @@ class Blocks:
                 for serial in _serials(spans):
                     self._close(learner, serial, "is released by", now)
                     self._free.add(serial)
+                while self._next - 1 in self._free:  # as if it had never been leased
+                    self._next -= 1
+                    self._free.remove(self._next)
             case {"event": "trained", "learner": learner, "blocks": blocks}:
                 for block in blocks:
                     self._count(learner, now, **block)

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_sim.description import sample
 from diloco_sim.world import World
+from diloco_testing.sim import block_breaks  # noqa: F401  # adds its breaks
 from diloco_testing.sim.breaks import BREAKS, broken
 
 pytestmark = pytest.mark.slow  # whole worlds
@@ -43,7 +44,7 @@ SEEDS = [
     ("lost_history_kept", 258, 200),
     ("deltas_of_a_lost_history", 15, 40),
     ("waits_for_nothing", 4, 40),
-    ("never_stuck", 1, 40),
+    ("never_stuck", 5, 40),
     ("engine_that_raises", 0, 40),
     ("incarnation_issued_twice", 0, 40),
     ("epoch_counted_twice", 0, 40),
@@ -59,6 +60,11 @@ SEEDS = [
     ("unreadable_snapshots_ignored", 52, 40),
     ("endless_queue_of_lines", 896, 1000),
     ("one_left_out", 32, 1000),
+    ("blocks_leased_twice", 28, 40),
+    ("passes_that_overlap", 32, 40),
+    ("blocks_lost", 38, 40),
+    ("blocks_forgotten", 32, 40),
+    ("blocks_counted_too_early", 3, 40),
 ]
 """
 Break, seed and global steps. After a change of what worlds are drawn, search again:
@@ -67,6 +73,7 @@ Break, seed and global steps. After a change of what worlds are drawn, search ag
 
 WITHOUT_SEED = {
     "endless_outbox", "undone_parts_kept", "starts_not_distinguished", "checkpoints_of_any_history",
+    "one_learner_without_blocks",
 }  # fmt: skip
 """
 Half open for 105 s at ten steps a second, which no world of less than 5,000 steps is, and few of those.
@@ -76,6 +83,7 @@ while the syncer crashes between two parts of the model, which no one of 6,000 s
 `test_bases_finds_a_delta_against_an_equal_version_of_a_lost_history` has one for a learner that returns within
 the two steps in which the restored syncer has a version of the same number, and
 `test_bases_finds_a_checkpoint_with_equal_versions_of_a_lost_history` for one that then loads a checkpoint.
+A loop must wait for eight minutes after all faults: `test_a_broken_ledger_is_found` has a world of 1,000 steps.
 """
 
 
