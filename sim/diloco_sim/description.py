@@ -205,7 +205,7 @@ class Description:
         if self.data is None or self.blocks > NO_END * self.steps * self.learners:
             return 0.0
         open_steps = (self.data.ahead + 1) * self.block_steps
-        lost = 40.0 + HOLD_SECONDS  # until a connection is given up, and after it
+        lost = 40.0 + HOLD_SECONDS  # until a connection has failed, and after that
         return max(lost, IDLE_SECONDS) + open_steps * self._longest_step
 
     @property
@@ -326,7 +326,7 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
 
 
 def _with_blocks(source: random.Random, description: Description) -> Description:
-    """The end of a pass, where learners wait for each other, comes often, now and then or never."""
+    """The end of a pass, where learners wait for each other, comes often, occasionally or never."""
     ahead, size = source.choice((0, 1, 1, 4)), source.randint(1, 50)
     most_open = description.learners * (ahead + 1)
     blocks = source.choice((2 * most_open, 6 * most_open, 1 << 20)) + source.randint(0, 3)

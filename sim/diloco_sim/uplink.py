@@ -164,9 +164,9 @@ class Uplink:
                     self._session.state(pb.LearnerMessage(report=stated))
             case ev.SendBlocks():
                 if self._session is not None:
-                    stated = blocks(decision.blocks)
-                    self.transfers.behaviour.blocks(stated)
-                    self._session.state(pb.LearnerMessage(blocks=stated))
+                    message = blocks(decision.blocks)
+                    self.transfers.behaviour.blocks(message)
+                    self._session.state(pb.LearnerMessage(blocks=message))
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))

@@ -22,7 +22,7 @@ from diloco.journal import reader
 from diloco.spec import RunSpec
 from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bases import Bases
-from diloco_sim.checkers.blocks import Blocks
+from diloco_sim.checkers.block_fates import BlockFates
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
@@ -159,7 +159,7 @@ class World:
         spec, of = self.spec, self.of
         false = frozenset(fault.target for fault in of.plan.only(Kind.BLOCKS_FALSE))
         return [
-            *([Blocks(of.blocks, of.block_steps, of.block_wait, false)] if of.blocks else []),
+            *([BlockFates(of.blocks, of.block_steps, of.block_wait, false)] if of.blocks else []),
             Quorum(spec.quorum),
             Rounds(spec.overlap),
             Reports(),

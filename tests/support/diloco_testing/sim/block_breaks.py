@@ -31,7 +31,7 @@ def passes_that_overlap(patch: Patch) -> None:
 
 @finds("blocks", "free and .* open below|is not what the lines before it explain")
 def blocks_lost(patch: Patch) -> None:
-    """What a learner loses is leased to nobody."""
+    """What a learner loses is never leased again."""
     patch.setattr(FreeSerials, "add", lambda self, serial: None)
 
 

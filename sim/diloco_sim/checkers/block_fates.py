@@ -19,7 +19,7 @@ Spans = Iterable[Mapping[str, int]]
 """Serials as lines have them."""
 
 
-class Blocks:
+class BlockFates:
     """
     Its own book of the serials, from the lines alone.
 
