@@ -46,6 +46,9 @@ def chaos(
     ] = 0,
     kill_rate: Annotated[Rate, _rate("Kill a learner; it restarts.")] = None,
     syncer_kill_rate: Annotated[Rate, _rate("Kill the syncer; it restarts.")] = None,
+    syncer_full_rate: Annotated[
+        Rate, _rate("Let no file of the syncer grow, as on a full disk; only on this machine.")
+    ] = None,
     pause_rate: Annotated[Rate, _rate("Stop a learner, and continue it.")] = None,
     slow_rate: Annotated[Rate, _rate("Stop a learner for 50 to 90 % of each second.")] = None,
     cut_rate: Annotated[Rate, _rate("Close the connections of a learner, and new ones.")] = None,
@@ -90,9 +93,9 @@ def chaos(
     from diloco_local.faults import Kind
 
     given = {
-        Kind.KILL: kill_rate, Kind.SYNCER_KILL: syncer_kill_rate, Kind.PAUSE: pause_rate, Kind.SLOW: slow_rate,
-        Kind.CUT: cut_rate, Kind.HANG: hang_rate, Kind.DELAY: delay_rate, Kind.CORRUPT: corrupt_rate,
-        Kind.DELETE: delete_rate,
+        Kind.KILL: kill_rate, Kind.SYNCER_KILL: syncer_kill_rate, Kind.SYNCER_FULL: syncer_full_rate,
+        Kind.PAUSE: pause_rate, Kind.SLOW: slow_rate, Kind.CUT: cut_rate, Kind.HANG: hang_rate,
+        Kind.DELAY: delay_rate, Kind.CORRUPT: corrupt_rate, Kind.DELETE: delete_rate,
     }  # fmt: skip
     rates = {kind: rate for kind, rate in given.items() if rate is not None}
     if job is not None:

@@ -22,6 +22,8 @@ class Kind(StrEnum):
     """SIGKILL of a learner and its helpers; its supervisor restarts it."""
     SYNCER_KILL = "syncer-kill"
     """SIGKILL of the syncer; its supervisor restarts it."""
+    SYNCER_FULL = "syncer-full"
+    """No file of the syncer can grow, as on a full disk; only in a run on this machine."""
     PAUSE = "pause"
     """A learner and its helpers are stopped (SIGSTOP), and continue at the end."""
     SLOW = "slow"
@@ -40,6 +42,9 @@ class Kind(StrEnum):
 
 KILLS = frozenset({Kind.KILL, Kind.SYNCER_KILL, Kind.DELETE})
 """Faults that are over at once."""
+
+SYNCER_KINDS = frozenset({Kind.SYNCER_KILL, Kind.SYNCER_FULL})
+"""Faults of the syncer; the target of all others is a learner."""
 
 LINK_KINDS = frozenset({Kind.CUT, Kind.HANG, Kind.DELAY, Kind.CORRUPT})
 """Faults of the connections between a learner and the syncer; only in a run on this machine."""

@@ -23,12 +23,12 @@ DRIVER = """
 import sys
 from pathlib import Path
 from diloco_local.chaos import run
-from diloco_local.chaos.fault_plan import Options
-from diloco_local.faults import Fault, Kind
+from diloco_local.chaos.fault_plan import RATES, Options
+from diloco_local.faults import SYNCER_KINDS, Fault, Kind
 from diloco_local.manifest import load_job
 
 # Kills last: a learner that restarts misses many steps.
-KINDS = [*(kind for kind in Kind if "kill" not in kind), Kind.SYNCER_KILL, Kind.KILL]
+KINDS = [*(kind for kind in RATES if "kill" not in kind), Kind.SYNCER_KILL, Kind.KILL]
 
 class Clock:
     # Of fault n: n while it is wanted, n + 0.5 when it is over.
@@ -47,14 +47,14 @@ def amount(kind):
 
 job, here = Path(sys.argv[1]), Path(sys.argv[2])
 faults = [
-    Fault(number=n, kind=kind, target="syncer" if kind is Kind.SYNCER_KILL else "us/0", at=n, until=n + 0.5,
+    Fault(number=n, kind=kind, target="syncer" if kind in SYNCER_KINDS else "us/0", at=n, until=n + 0.5,
           amount=amount(kind), bandwidth=2e6 if kind is Kind.DELAY else 0.0)
     for n, kind in enumerate(KINDS, 1)
 ]
 sys.exit(run.run(job, load_job(job), here, Options(seed=1), faults=faults, clock=Clock()))
 """
 
-KINDS = ["pause", "slow", "cut", "hang", "delay", "corrupt", "syncer-kill", "kill"]
+KINDS = ["syncer-full", "pause", "slow", "cut", "hang", "delay", "corrupt", "syncer-kill", "kill"]
 
 
 def test_a_job_completes_with_every_kind_of_fault_and_a_clean_audit(tmp_path):
@@ -70,12 +70,12 @@ def test_a_job_completes_with_every_kind_of_fault_and_a_clean_audit(tmp_path):
     lines = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
     assert [line["fault"] for line in lines if line["event"] == "begin"] == KINDS, lines
     ended = {line["number"]: line for line in lines if line["event"] == "end"}
-    assert sorted(ended) == [1, 2, 3, 4, 5, 6], "all but the kills"
-    assert ended[6]["flipped"] > 0
+    assert sorted(ended) == [1, 2, 3, 4, 5, 6, 7], "all but the kills"
+    assert ended[7]["flipped"] > 0
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     restarted = [event["process"] for event in events if event["event"] == "restart"]
     assert restarted == ["syncer", "us/0"], "no other process ended"
-    summary = done.stdout.partition("faults: 8 (seed 1): ")[2]
+    summary = done.stdout.partition("faults: 9 (seed 1): ")[2]
     assert "goodput: " in summary
     assert "restarts: 1 of learners, 1 of the syncer; " in summary
     assert "audit: Passed: " in summary

@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,17 @@ def test_a_slow_learner_is_stopped_and_continues_again_and_again_until_its_end(s
     run.set_clock(9)
     until(lambda: run.journal()[-1]["event"] == "end", "end of the fault")
     assert state_of(pid) != "T"
+
+
+def test_files_of_the_syncer_cannot_grow_until_the_fault_ends(started):
+    run, _ = started({"kind": "syncer-full", "target": "syncer", "until": 9.0})
+    pid = run.process("syncer")["pid"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = partial(resource.prlimit, pid, resource.RLIMIT_FSIZE)
+    until(lambda: limit() == (0, before[1]), "limit of the syncer's files")
+    run.set_clock(9)
+    until(lambda: run.journal()[-1]["event"] == "end", "end of the fault")
+    assert limit() == before
 
 
 def test_killed_processes_restart_and_the_journal_has_what_was_skipped(started):

@@ -8,6 +8,8 @@ process that is stopped when the supervisor ends is killed by the guard as all o
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from diloco_agent.processes import Processes
 from diloco_local.chaos.fault_schedule import Begin, Decision, End, Skip
 from diloco_local.chaos.injection import Injection, Note
 from diloco_local.chaos.proxy import Proxies
-from diloco_local.faults import KILLS, LINK_KINDS, Fault, Kind
+from diloco_local.faults import KILLS, LINK_KINDS, SYNCER, Fault, Kind
 from diloco_local.status import Status
 
 
@@ -50,6 +52,8 @@ class Injector:
         self._learners, self._clock = tuple(learners), clock
         self._stopped: dict[str, int] = {}
         """Learner → the process that was stopped; not its successor, if it ends meanwhile."""
+        self._full: int | None = None
+        """The syncer's process whose files cannot grow."""
         self._link_faults: dict[str, Fault | None] = dict.fromkeys(learners)
         self._flipped: dict[str, int] = {}
         """Learner → bytes that its last fault of connections inverted."""
@@ -95,6 +99,7 @@ class Injector:
         self, decisions: Sequence[Decision], processes: Processes, status: Status, note: Note
     ) -> None:
         self._signal(processes)
+        self._fill(processes.pid(SYNCER))
         self._disturb_links()
         for decision in decisions:
             fault = decision.fault
@@ -124,6 +129,21 @@ class Injector:
                 self._stopped[name] = running
                 processes.send_signal(name, signal.SIGSTOP)
 
+    def _fill(self, running: int | None) -> None:
+        """
+        Let no file of the syncer grow: its writes fail with EFBIG, as those to a full disk do with ENOSPC.
+
+        A process that starts meanwhile can write: its start is another fault.
+        """
+        if self._schedule.full and self._full is None and running is not None:
+            self._full = running
+            _limit_files(running, 0)
+        elif not self._schedule.full and self._full is not None:
+            # A process that ended meanwhile has a successor, which was never limited.
+            if running == self._full:
+                _limit_files(running, resource.RLIM_INFINITY)
+            self._full = None
+
     def _disturb_links(self) -> None:
         for name, before in self._link_faults.items() if self._proxies else ():
             fault = self._schedule.link_fault(name)
@@ -132,3 +152,11 @@ class Injector:
                 self._proxies.set_fault(name, None)
                 self._flipped[name] = self._proxies.flipped(name)
                 self._proxies.set_fault(name, fault)
+
+
+def _limit_files(pid: int, most_bytes: int) -> None:
+    """How large a file may become that this process writes; the hard limit stays."""
+    with contextlib.suppress(ProcessLookupError):
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        soft = hard if most_bytes == resource.RLIM_INFINITY else most_bytes
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))

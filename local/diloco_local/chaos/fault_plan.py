@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from diloco.errors import ConfigError
-from diloco_local.faults import KILLS, SYNCER, Fault, Kind
+from diloco_local.faults import KILLS, SYNCER, SYNCER_KINDS, Fault, Kind
 
 RATES: Mapping[Kind, float] = {
-    Kind.KILL: 0.5, Kind.SYNCER_KILL: 0.1, Kind.PAUSE: 0.25, Kind.SLOW: 0.25,
+    Kind.KILL: 0.5, Kind.SYNCER_KILL: 0.1, Kind.SYNCER_FULL: 0.1, Kind.PAUSE: 0.25, Kind.SLOW: 0.25,
     Kind.CUT: 0.5, Kind.HANG: 0.25, Kind.DELAY: 0.25, Kind.CORRUPT: 0.25,
 }  # fmt: skip
 """Faults per minute of a whole run on this machine, if no rate is given."""
@@ -66,13 +66,11 @@ class Options:
             raise ConfigError(
                 f"--spare {self.spare}: expected a number of learners from 0 to {learners}, those of the job"
             )
-        wanted = [
-            kind for kind, rate in self.rates.items() if rate and kind is not Kind.SYNCER_KILL
-        ]
+        wanted = [kind for kind, rate in self.rates.items() if rate and kind not in SYNCER_KINDS]
         if wanted and self.spare == learners:
             raise ConfigError(
                 f"--spare {self.spare}: leaves none of the {learners} learners for {wanted[0]}; give at most "
-                f"--spare {learners - 1}, or only --syncer-kill-rate"
+                f"--spare {learners - 1}, or only rates of the syncer, such as --syncer-kill-rate"
             )
 
 
@@ -95,7 +93,7 @@ def plan(options: Options, learners: Sequence[str]) -> tuple[Fault, ...]:
     busy = dict.fromkeys((*learners, SYNCER), 0.0)
     faults: list[Fault] = []
     for wanted, choice in _drawn(options, horizon):
-        syncer = wanted.kind is Kind.SYNCER_KILL
+        syncer = wanted.kind in SYNCER_KINDS
         ends = [busy[SYNCER]] if syncer else sorted(busy[name] for name in learners)
         # When, after the faults that have a place, one more target than are spared is undisturbed.
         at = max(wanted.at, ends[0 if syncer else options.spare])

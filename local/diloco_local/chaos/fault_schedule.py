@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from diloco_local.faults import LINK_KINDS, Fault, Kind
+from diloco_local.faults import LINK_KINDS, SYNCER_KINDS, Fault, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Schedule:
             if fault.kind is Kind.PAUSE or (fault.kind is Kind.SLOW and phase < fault.amount)
         )
 
+    @property
+    def full(self) -> bool:
+        """Whether no file of the syncer can grow now."""
+        return any(fault.kind is Kind.SYNCER_FULL for fault in self.active)
+
     def link_fault(self, learner: str) -> Fault | None:
         """What disturbs the connections of this learner."""
         return next((f for f in self.active if f.target == learner and f.kind in LINK_KINDS), None)
@@ -105,7 +110,7 @@ class Schedule:
             return "its time was over before it could begin"
         if fault.target in disturbed:
             return f"{fault.target} is still disturbed"
-        if fault.kind is Kind.SYNCER_KILL:
+        if fault.kind in SYNCER_KINDS:
             return "" if serves else "the syncer does not serve"
         if fault.target not in training:
             return f"{fault.target} does not train"
