@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
 from torch import nn
 
 from diloco.errors import EXIT_REFUSED
+from diloco.spec import Checkpoint
 from diloco.v1 import syncer_pb2 as pb
 from diloco_testing.learners.linked import connected, make_spec, step_until, train
 from diloco_testing.syncers.scripted import ScriptedSyncer
@@ -90,6 +92,30 @@ def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, cap
             for _ in range(LATE_STEPS + 1):
                 train(learner, model, opt)
             assert caplog.text.count("end the loop when learner.done is true") == 1
+
+
+def test_a_loop_that_continues_after_sigterm_is_named_once(enter, caplog):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2 * LATE_STEPS):
+                train(learner, model, opt)
+            assert caplog.text.count("end the loop when learner.done is true") == 1
+            assert learner.done
+
+
+def test_an_optimizer_that_cannot_state_its_state_is_named_once(enter, caplog):
+    """A line for each step would fill the log."""
+    spec = make_spec(learner_checkpoint=Checkpoint(every_steps=2, keep=2))
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        opt.param_groups[0]["history"] = {1, 2}
+        with learner:
+            for _ in range(8):
+                train(learner, model, opt)
+        assert caplog.text.count("no more local checkpoints will be written: checkpoint: ") == 1
+        assert "history is a set; only tensors and plain values can be saved" in caplog.text
 
 
 def test_a_refusal_that_a_program_catches_is_still_its_exit_code(enter, capfd):

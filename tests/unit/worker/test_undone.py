@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,17 @@ def steady(model, *, back):
 def test_a_step_that_returns_to_where_the_parameters_were_by_itself_undoes_nothing(model, back):
     """Early in a training, Adam goes the same way in all learners; a result is that of a step or two before."""
     assert steady(model, back=back) == []
+
+
+def test_long_steps_that_short_ones_follow_undo_nothing(model):
+    """Such as those of two optimizers in turn."""
+    rates = itertools.cycle((1.0, 1e-3))
+
+    def step():
+        with torch.no_grad():
+            model.weight.add_(next(rates) * torch.randn(model.weight.shape))
+
+    assert results(step, model) == []
 
 
 def test_of_results_in_two_steps_in_a_row_the_first_shows_nothing(model):
