@@ -12,7 +12,14 @@ from torch import nn
 from diloco.errors import EXIT_REFUSED
 from diloco.spec import Checkpoint
 from diloco.v1 import syncer_pb2 as pb
-from diloco_testing.learners.linked import connected, make_spec, step_until, train
+from diloco_testing.learners.linked import (
+    applied,
+    connected,
+    make_model,
+    make_spec,
+    step_until,
+    train,
+)
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 from diloco_worker.job_trainer import LATE_STEPS
@@ -92,6 +99,20 @@ def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, cap
             for _ in range(LATE_STEPS + 1):
                 train(learner, model, opt)
             assert caplog.text.count("end the loop when learner.done is true") == 1
+
+
+def test_a_program_may_connect_in_inference_mode(enter):
+    """Each step was an error of torch, and the learner began again and again."""
+    with ScriptedSyncer(make_spec()) as syncer:
+        model = make_model()
+        opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        enter(syncer.spec, syncer.port)
+        with torch.inference_mode():
+            learner = Learner.connect(model, opt, connect_timeout_seconds=90)
+        with learner:
+            syncer.open(0, 1)
+            syncer.commit(0, syncer.theta[0] / 2, round_=1)
+            step_until(lambda: applied(learner, 0) > 1, learner, model, opt)
 
 
 def test_a_loop_that_continues_after_sigterm_is_named_once(enter, caplog):
