@@ -191,7 +191,8 @@ def test_what_a_schedule_is_computed_by_need_not_be_possible_to_copy():
     optimizer, steps = make_optimizer(), Steps(3)
     lambdas = lr_scheduler.LambdaLR(optimizer, Decay())
     followed = GlobalStepScheduler(
-        lr_scheduler.SequentialLR(optimizer, [lambdas, lr_scheduler.ConstantLR(optimizer)], [90]), steps
+        lr_scheduler.SequentialLR(optimizer, [lambdas, lr_scheduler.ConstantLR(optimizer)], [90]),
+        steps,
     )
     for steps.step in (3, 0, 2):  # back, and on
         followed.step()
