@@ -101,6 +101,23 @@ def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, cap
             assert caplog.text.count("end the loop when learner.done is true") == 1
 
 
+@pytest.mark.parametrize("wrong", [{"tokens": 2.5}, {"tokens": 1, "loss": torch.ones(2)}])
+def test_a_call_of_step_that_is_refused_has_no_effect_if_the_program_goes_on(enter, wrong):
+    """It took a state of the link with it, and the job waited for this learner for ever."""
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.commit(0, syncer.theta[0] / 2, round_=1)
+            for _ in range(50):
+                learner._trainer._link.wait(0.2)
+                with pytest.raises(ValueError, match="expected one number|not a whole number"):
+                    learner.step(**wrong)
+                train(learner, model, opt)
+                if applied(learner, 0) > 1:
+                    break
+            assert applied(learner, 0) > 1
+
+
 def test_a_program_may_connect_in_inference_mode(enter):
     """Each step was an error of torch, and the learner began again and again."""
     with ScriptedSyncer(make_spec()) as syncer:
