@@ -110,7 +110,7 @@ def test_a_call_of_step_that_is_refused_has_no_effect_if_the_program_goes_on(ent
             syncer.commit(0, syncer.theta[0] / 2, round_=1)
             for _ in range(50):
                 learner._trainer._link.wait(0.2)
-                with pytest.raises(ValueError, match="expected one number|not a whole number"):
+                with pytest.raises(ValueError, match=r"expected one number|not a whole number"):
                     learner.step(**wrong)
                 train(learner, model, opt)
                 if applied(learner, 0) > 1:
