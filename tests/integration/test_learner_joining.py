@@ -52,12 +52,13 @@ def test_a_learner_whose_own_initialisation_is_not_finite_ends_and_does_not_uplo
         enter(syncer.spec, syncer.port)
         model = make_model()
         with torch.no_grad():
-            next(model.parameters()).fill_(float("nan"))
+            model[0].weight[3, 2] = float("nan")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(SystemExit) as stopped:
             Learner.connect(model, optimizer, connect_timeout_seconds=90)
         assert stopped.value.code == 78
-        assert "initial parameters of this learner are not finite" in capfd.readouterr().err
+        text = "initial parameters of this learner are not finite: 0.weight holds NaN or Inf; give what"
+        assert text in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("buffers", ["Average", "Initial"])

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
 from torch import nn
 
 from diloco.errors import EXIT_REFUSED
+from diloco.spec import Checkpoint
 from diloco.v1 import syncer_pb2 as pb
-from diloco_testing.learners.linked import connected, make_spec, step_until, train
+from diloco_testing.learners.linked import (
+    applied,
+    connected,
+    make_model,
+    make_spec,
+    step_until,
+    train,
+)
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 from diloco_worker.job_trainer import LATE_STEPS
@@ -90,6 +99,61 @@ def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, cap
             for _ in range(LATE_STEPS + 1):
                 train(learner, model, opt)
             assert caplog.text.count("end the loop when learner.done is true") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 2.5}, {"tokens": 1, "loss": torch.ones(2)}])
+def test_a_call_of_step_that_is_refused_has_no_effect_if_the_program_goes_on(enter, wrong):
+    """It took a state of the link with it, and the job waited for this learner for ever."""
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.commit(0, syncer.theta[0] / 2, round_=1)
+            for _ in range(50):
+                learner._trainer._link.wait(0.2)
+                with pytest.raises(ValueError, match=r"expected one number|not a whole number"):
+                    learner.step(**wrong)
+                train(learner, model, opt)
+                if applied(learner, 0) > 1:
+                    break
+            assert applied(learner, 0) > 1
+
+
+def test_a_program_may_connect_in_inference_mode(enter):
+    """Each step was an error of torch, and the learner began again and again."""
+    with ScriptedSyncer(make_spec()) as syncer:
+        model = make_model()
+        opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        enter(syncer.spec, syncer.port)
+        with torch.inference_mode():
+            learner = Learner.connect(model, opt, connect_timeout_seconds=90)
+        with learner:
+            syncer.open(0, 1)
+            syncer.commit(0, syncer.theta[0] / 2, round_=1)
+            step_until(lambda: applied(learner, 0) > 1, learner, model, opt)
+
+
+def test_a_loop_that_continues_after_sigterm_is_named_once(enter, caplog):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2 * LATE_STEPS):
+                train(learner, model, opt)
+            assert caplog.text.count("end the loop when learner.done is true") == 1
+            assert learner.done
+
+
+def test_an_optimizer_that_cannot_state_its_state_is_named_once(enter, caplog):
+    """A line for each step would fill the log."""
+    spec = make_spec(learner_checkpoint=Checkpoint(every_steps=2, keep=2))
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        opt.param_groups[0]["history"] = {1, 2}
+        with learner:
+            for _ in range(8):
+                train(learner, model, opt)
+        assert caplog.text.count("no more local checkpoints will be written: checkpoint: ") == 1
+        assert "history is a set; only tensors and plain values can be saved" in caplog.text
 
 
 def test_a_refusal_that_a_program_catches_is_still_its_exit_code(enter, capfd):

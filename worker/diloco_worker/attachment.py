@@ -51,7 +51,7 @@ class AttachedLearner(Learner):
         self, learner: Learner, optimizer: Optimizer, *, tokens: int | Callable[[], int],
         loss: Callable[[], Loss] | None,
     ) -> None:  # fmt: skip
-        super().__init__(learner._trainer, identity=learner.identity)
+        super().__init__(learner._trainer, identity=learner.identity, optimizers=learner._unchecked)
         self._tokens, self._loss = tokens, loss
         self._raises = self._warned = self._left = False
         optimizer.register_step_post_hook(self._stepped)

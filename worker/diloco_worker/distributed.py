@@ -214,6 +214,7 @@ class DistributedTrainer(JobTrainer):
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
+        self._check_step(tokens, loss)
         self._check_machines()
         self._check_model()
         self._replica.stepped()
@@ -228,7 +229,6 @@ class DistributedTrainer(JobTrainer):
             self._show_findings()
             self._first.settle(self._board.finished())
         plan = self._plan(boundary)
-        self._loss.read(loss)
         taken = self._optimizer_steps.taken()
         self._result_age = None
         actions = self._core.step(tokens, plan.link_state, now=now, optimizer_steps=taken)

@@ -30,11 +30,11 @@ from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.buffers import Watch, other_type
 from diloco_worker.trainer.frozen import digest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
-from diloco_worker.trainer.layout import Named, describe
+from diloco_worker.trainer.layout import Named, describe, local
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
-from diloco_worker.trainer.stepped import not_stepped
+from diloco_worker.trainer.stepped import MOST_NAMES, not_stepped
 from diloco_worker.trainer.termination import exit_with
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ class ExaminedTrainer:
         tensors = describe(
             model, moving=None if kept else spec.moving_buffers, sharded=group is not None
         )
+        if not self._begin:
+            _refuse_not_finite(tensors.merged)
         self._trained = tensors.trained
         self._before = _digests(tensors.trained)
         self._watch = Watch(
@@ -295,6 +297,16 @@ class _Rate:
 
     def _stepping(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.value = float(optimizer.param_groups[0]["lr"])
+
+
+def _refuse_not_finite(merged: Iterable[Named]) -> None:
+    """As the link refuses an initial model that it cannot upload."""
+    floating = [n for n in merged if n.tensor.is_floating_point()]
+    names = [n.info.name for n in floating if not local(n.tensor).isfinite().all()]
+    if names:
+        raise ConfigError(
+            f"the initial parameters of this learner are not finite: NaN or Inf in {', '.join(names[:MOST_NAMES])}"
+        )
 
 
 def _refuse_job(config: LearnerSettings) -> None:

@@ -13,8 +13,10 @@ from diloco.errors import EXIT_REFUSED
 from diloco.journal.background import BackgroundWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
+from diloco_worker.core.ledger import check_tokens
 from diloco_worker.trainer.buffers import Loaded, other_type
 from diloco_worker.trainer.kept import KeptState
+from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination
@@ -52,6 +54,7 @@ class JobTrainer:
     _core: core.TrainerCore
     _replica: Replicated
     _kept: KeptState
+    _loss: LossReader
     _optimizer_steps: OptimizerSteps
     _run_queue: RunQueue
     _termination: Termination
@@ -113,6 +116,16 @@ class JobTrainer:
     def _written(self, text: str) -> None:
         """The program has written over what `connect` loaded: a sentence."""
         log.warning("%s", text)
+
+    def _check_step(self, tokens: int, loss: float | torch.Tensor | None) -> None:
+        """
+        Refuse a call of `step` before it has an effect: a state of the link that was read would be lost.
+
+        Raises:
+            ValueError: see `Learner.step`.
+        """
+        check_tokens(tokens)
+        self._loss.read(loss)
 
     def _check_model(self) -> None:
         """End if the program has changed what it trains; warn if its loop does not end."""

@@ -178,6 +178,7 @@ class JoinedTrainer(JobTrainer):
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
+        self._check_step(tokens, loss)
         self._check_model()
         self._replica.stepped()
         self._kept.begin_steps(saving=self._checkpoints is not None)
@@ -188,7 +189,6 @@ class JoinedTrainer(JobTrainer):
         state = self._newest(now)
         if self._replay is not None:
             state = self._await_tape(self._replay)
-        self._loss.read(loss)
         taken, seen = self._optimizer_steps.taken(), self.step_index
         self._result_age = None
         actions = self._core.step(tokens, state, now=now, optimizer_steps=taken)

@@ -175,9 +175,10 @@ class Learner:
             _refuse_import()
             _refuse_second(config.learner)
             config = with_ranks(config)
-            trainer = _trainer(
-                config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
-            )  # fmt: skip
+            with torch.inference_mode(False):  # of what is made here, views are written later
+                trainer = _trainer(
+                    config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
+                )  # fmt: skip
             _connected[config.learner] = trainer
             if trainer.closed and config.rank == 0:
                 log.warning(

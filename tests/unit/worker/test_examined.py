@@ -223,3 +223,11 @@ def test_what_else_happens_to_parameters_is_recorded(config, change, sentence):
     trainer, model, optimizer = examination(config, TwoLayers())
     steps(trainer, model, optimizer, at=2, change=change)
     assert sentence in record(config)["changedBuffers"]
+
+
+def test_parameters_with_which_no_job_can_begin_are_refused_by_name(config):
+    model = Model()
+    model.mask = nn.Parameter(torch.full((2, 2), -torch.inf))
+    with pytest.raises(ConfigError, match=r"this learner are not finite: NaN or Inf in mask$"):
+        examination(config, model)
+    examination(replace(config, examination_step=5), model)  # it would get those of the job

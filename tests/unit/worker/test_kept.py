@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from diloco_worker import Learner
 from diloco_worker.trainer import kept as kept_module
 from diloco_worker.trainer.checkpoint import Checkpoints
 from diloco_worker.trainer.kept import Kept
+from diloco_worker.trainer.trees import pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
 
@@ -203,3 +206,12 @@ def test_without_a_job_nothing_is_kept_but_mistakes_are_found():
     with pytest.raises(ValueError, match="before the first"):
         learner.keep(late=Holder())
     assert not learner.resumed
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python():
+    """A learning rate of numpy must not cost the local checkpoints."""
+    packed = pack({"rate": np.float32(0.5), "step": np.int64(3), "best": np.bool_(True)}, {})
+    assert unpack(packed, {}) == {"rate": 0.5, "step": 3, "best": True}
+    assert json.dumps(packed)
+    with pytest.raises(ConfigError, match=r"x is a longdouble; only tensors and plain values"):
+        pack(np.longdouble(1), {}, "x")

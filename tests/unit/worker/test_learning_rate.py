@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
 from diloco_worker import Learner
+from diloco_worker.attachment import AttachedLearner
 from diloco_worker.identities import Identity
 from diloco_worker.integrations.rates import Rates
 from diloco_worker.standalone import StandaloneTrainer
@@ -174,6 +176,33 @@ def test_a_model_that_a_schedule_has_is_not_copied():
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2 / (1 + steps.step))
 
 
+class Decay:
+    """Computes a schedule, with something that cannot be copied."""
+
+    def __init__(self):
+        self.lock, self.rate = threading.Lock(), 0.5
+
+    def __call__(self, step):
+        with self.lock:
+            return self.rate**step
+
+
+def test_what_a_schedule_is_computed_by_need_not_be_possible_to_copy():
+    optimizer, steps = make_optimizer(), Steps(3)
+    lambdas = lr_scheduler.LambdaLR(optimizer, Decay())
+    followed = GlobalStepScheduler(
+        lr_scheduler.SequentialLR(optimizer, [lambdas, lr_scheduler.ConstantLR(optimizer)], [90]),
+        steps,
+    )
+    for steps.step in (3, 0, 2):  # back, and on
+        followed.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**steps.step)
+    optimizer = make_optimizer()
+    rates = Rates(lr_scheduler.LambdaLR(optimizer, Decay()))
+    rates.follow(2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 def test_only_the_first_steps_change_the_filters_of_warnings(monkeypatch):
     """Each change lets Python show again what it shows once."""
     steps = Steps(5)
@@ -307,6 +336,17 @@ def test_of_several_ranks_the_first_alone_names_a_schedule_that_starts_over(capl
         scheduler.step()
         learner.step(tokens=1)
         assert caplog.text.count("starts over, because") == (rank == 0)
+
+
+def test_a_schedule_of_an_attached_loop_that_starts_over_is_named_too(caplog):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    learner = Learner(Rejoined(648), optimizers=[optimizer])
+    AttachedLearner(learner, optimizer, tokens=1, loss=None)
+    scheduler = MAKE["one cycle"](optimizer)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert caplog.text.count("starts over, because") == 1
 
 
 def test_no_other_schedule_is_named(caplog):

@@ -105,3 +105,8 @@ def test_the_learning_rate_is_the_one_of_the_last_step_of_the_first_optimizer():
         first.param_groups[0]["lr"] = unknown
         steps._first_stepped(first, (), {})
         assert steps.learning_rate is None
+
+
+def test_a_complex_loss_is_refused_by_its_type():
+    with pytest.raises(ValueError, match=r"loss: a tensor of torch\.complex64, expected a real"):
+        LossReader().read(torch.tensor(1j))

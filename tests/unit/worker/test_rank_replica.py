@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -130,7 +132,9 @@ def test_each_rank_finds_out_whether_the_program_undoes_results_in_what_it_holds
                     )
             for replica in replicas:
                 replica.apply(fragment.index)
-        for replica, model, values in zip(replicas, models, kept, strict=True):
+        for _, (replica, model, values) in itertools.product(
+            range(2), zip(replicas, models, kept, strict=True)
+        ):
             if replica.rank in undoing:
                 with torch.no_grad():
                     for parameter, value in zip(model.parameters(), values, strict=True):

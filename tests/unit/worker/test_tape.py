@@ -1,12 +1,16 @@
 """What a learner's process writes to tape.jsonl."""
 
 import pytest
+import torch
+from torch import nn
 
 from diloco.journal import reader, tape
 from diloco.journal.replay_epochs import states_epochs, version_of
 from diloco.model.fragments import Tensor, cut
+from diloco.spec import RunSpec
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.trainer import ApplyFragment, TrainerCore
+from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.tape import Tape
 
 LAYOUT = cut(
@@ -59,3 +63,16 @@ def test_a_version_that_is_not_known_has_neither_step_nor_epoch(core, tmp_path):
     found = written(tmp_path)
     assert found.begin.held[1] == tape.Held(fragment=1, step=-1)
     assert states_epochs(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_digests_of_parameters_do_not_depend_on_the_default_element_type_of_the_program(dtype):
+    spec = RunSpec(job="j", steps=8, fragments=2, interval=2, overlap=1, learners={"eu": 1})
+    replica = Replica(nn.Linear(3, 4), spec)
+    expected, before = replica.digests(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert replica.digests() == expected
+    finally:
+        torch.set_default_dtype(before)
+        replica.close()

@@ -50,3 +50,17 @@ def test_a_learner_that_ends_in_another_thread_gives_the_signal_back_when_it_arr
         assert (seen, termination.received) == (["own", "own"], False)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_the_program_had_before_is_called_too_and_comes_back():
+    seen = []
+    own = lambda *_: seen.append("own")  # noqa: E731
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        termination = Termination()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (seen, termination.received) == (["own"], True)
+        termination.restore()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)

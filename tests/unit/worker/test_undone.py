@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from diloco_worker.trainer.undone import Undone, compared
 
 
 def results(step, model, *, count=40, size=0.02):
-    """Sentences about a program that makes a step after each result; a result moves all parameters a little."""
+    """Sentences about a program that makes two steps after each result; a result moves all parameters a little."""
     undone, found = Undone(), []
     generator = torch.Generator().manual_seed(1)
 
@@ -28,9 +29,10 @@ def results(step, model, *, count=40, size=0.02):
 
     for _ in range(count):
         undone.apply(model.weight, overwrite)
-        step()
-        if undone.stepped():
-            found.append(undone.problem)
+        for _ in range(2):
+            step()
+            if undone.stepped():
+                found.append(undone.problem)
     return found
 
 
@@ -63,6 +65,49 @@ def test_steps_of_an_optimizer_undo_nothing_however_long_they_are(model, rate):
         optimizer.step()
 
     assert results(step, model) == []
+
+
+def steady(model, *, back):
+    """Sentences about an optimizer whose steps all go the same way, with results that take back so many of them."""
+    undone, found = Undone(), []
+
+    def move(steps):
+        with torch.no_grad():
+            model.weight.add_(0.01 * steps)
+
+    for _ in range(20):
+        undone.apply(model.weight, lambda: move(-back))
+        for _ in range(4):
+            move(1)
+            if undone.stepped():
+                found.append(undone.problem)
+    return found
+
+
+@pytest.mark.parametrize("back", [0.6, 1, 1.5, 2, 3])
+def test_a_step_that_returns_to_where_the_parameters_were_by_itself_undoes_nothing(model, back):
+    """Early in a training, Adam goes the same way in all learners; a result is that of a step or two before."""
+    assert steady(model, back=back) == []
+
+
+def test_long_steps_that_short_ones_follow_undo_nothing(model):
+    """Such as those of two optimizers in turn."""
+    rates = itertools.cycle((1.0, 1e-3))
+
+    def step():
+        with torch.no_grad():
+            model.weight.add_(next(rates) * torch.randn(model.weight.shape))
+
+    assert results(step, model) == []
+
+
+def test_of_results_in_two_steps_in_a_row_the_first_shows_nothing(model):
+    undone = Undone()
+    for _ in range(20):
+        undone.apply(model.weight, lambda: model.weight.detach().add_(-0.01))
+        with torch.no_grad():
+            model.weight.add_(0.01)
+        assert not undone.stepped()
 
 
 def test_results_without_a_change_are_undone_by_nothing(model):

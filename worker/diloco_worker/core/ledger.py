@@ -28,6 +28,20 @@ class HostCopy:
     """0: the values; else the wire format in which a device encoded what is left of this generation without them."""
 
 
+def check_tokens(tokens: object) -> None:
+    """
+    Refuse what cannot be counted.
+
+    Raises:
+        ValueError: `tokens` is not a whole number from 0 to MOST_TOKENS.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"tokens: {tokens!r} is not a whole number from 0 to 2**40; pass the number of tokens, or of any other "
+            "unit of work, in the step"
+        )
+
+
 class Ledger:
     """Counts steps and tokens; only its methods change the counters."""
 
@@ -46,17 +60,9 @@ class Ledger:
         Count one optimizer step on `tokens` tokens, for every fragment.
 
         Raises:
-            ValueError: `tokens` is not a whole number from 0 to MOST_TOKENS.
+            ValueError: see `check_tokens`.
         """
-        if (
-            isinstance(tokens, bool)
-            or not isinstance(tokens, int)
-            or not 0 <= tokens <= MOST_TOKENS
-        ):
-            raise ValueError(
-                f"tokens: {tokens!r} is not a whole number from 0 to 2**40; pass the number of tokens, or of any other "
-                "unit of work, in the step"
-            )
+        check_tokens(tokens)
         self.local_step += 1
         self.total_tokens += tokens
         self.steps = [c + 1 for c in self.steps]

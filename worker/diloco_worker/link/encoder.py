@@ -34,6 +34,9 @@ from diloco_worker.settings import Fault
 
 log = logging.getLogger(__name__)
 
+MOST_NAMES = 8
+"""Of tensors in one sentence."""
+
 F32 = npt.NDArray[np.float32]
 
 REPORT_SECONDS = 1.0
@@ -157,7 +160,11 @@ class Encoder:
                 with self._memory.lock(fragment.index):
                     if self._memory.host_copy(fragment.index).format:
                         raise UnavailableError(f"fragment {fragment.index} was merged meanwhile")
-                    self._whole(fragment, buffer, self._memory.host(fragment.index))
+                    host_N = self._memory.host(fragment.index)
+                    try:
+                        self._whole(fragment, buffer, host_N)
+                    except NotFiniteError:
+                        raise NotFiniteError(_not_finite(fragment, host_N)) from None
             except BaseException:
                 self._buffers.release(buffer)
                 raise
@@ -377,6 +384,21 @@ def _payload(fragment: Fragment, fmt: int, host_N: F32) -> U8:
     if bad:
         raise NotFiniteError(f"{bad} blocks hold NaN, Inf or a value too large for the format")
     return data[:size]
+
+
+def _not_finite(fragment: Fragment, host_N: F32) -> str:
+    """Which tensors of an initial model no learner can begin with."""
+    names = [
+        slot.tensor.name
+        for slot in fragment.slots
+        if not np.isfinite(host_N[slot.offset : slot.end]).all()
+    ]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    verb = "hold" if len(names) > 1 else "holds"
+    return (
+        f"{', '.join(names[:MOST_NAMES])}{more} {verb} NaN or Inf; give what is trained finite values before "
+        "Learner.connect, and let what is not, such as a mask, be a buffer or frozen"
+    )
 
 
 def _parts(fragment: Fragment, fmt: int, buffer: U8) -> list[U8]:

@@ -15,7 +15,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -215,7 +215,7 @@ def _copy(value: Any) -> Any:
 
 def copy_of(value: Any, scheduler: LRScheduler, optimizer: Optimizer | None = None) -> Any:
     """
-    A deep copy of a scheduler, or of a part of it, that shares models with it.
+    A deep copy of a scheduler, or of a part of it, that shares models with it, and what cannot be copied.
 
     Args:
         value: what to copy.
@@ -226,7 +226,24 @@ def copy_of(value: Any, scheduler: LRScheduler, optimizer: Optimizer | None = No
     # Nested schedulers share the optimizer, which must not be copied with the model.
     memo: dict[int, Any] = {id(own): own if optimizer is None else optimizer}
     memo.update((id(owner), owner) for owner in _owners(list(vars(scheduler).values())))
+    memo.update((id(part), part) for part in [*_not_copied([value, scheduler], memo)])
     return copy.deepcopy(value, memo)
+
+
+def _not_copied(value: Any, memo: Mapping[int, Any]) -> Iterator[Any]:
+    """What a schedule is computed by and cannot be copied, such as a lock or the learner."""
+    if id(value) in memo:
+        return
+    if isinstance(value, LRScheduler):
+        value = vars(value)
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _not_copied(item, memo)
+        return
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # of a class that may be the user's
+        yield value
 
 
 def _owners(value: Any) -> Iterator[Any]:

@@ -39,6 +39,8 @@ class LossReader:
                 f"loss: a tensor of shape {tuple(loss.shape)}, expected one number; pass its mean, "
                 "loss.mean()"
             )
+        if isinstance(loss, torch.Tensor) and loss.is_complex():
+            raise ValueError(f"loss: a tensor of {loss.dtype}, expected a real number")
         self.newly_finite = None
         if self._pending is not None and self._pending[1].query():
             self._take(float(self._pending[0]))

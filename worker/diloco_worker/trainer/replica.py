@@ -164,7 +164,7 @@ class Replica:
         """Digests of the values of each fragment (diloco/model/digests.py); takes a pass over the model."""
         found = []
         for fragment in self.layout.fragments:
-            values = torch.zeros(fragment.elements)
+            values = torch.zeros(fragment.elements, dtype=torch.float32, device="cpu")
             self._copier.stage_out(fragment.index, values)
             found.append(digests(fragment, values.numpy()))
         return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
 import torch
 
 from diloco.errors import ConfigError, DamagedError
@@ -29,6 +30,10 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
         return {"tensor": path}
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        number = value.item()
+        if not isinstance(number, np.generic):  # of more bits than one of Python
+            return number
     if isinstance(value, dict):
         return {
             "dict": [[pack(k, tensors), pack(v, tensors, f"{path}/{k}")] for k, v in value.items()]

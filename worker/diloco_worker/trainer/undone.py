@@ -44,21 +44,24 @@ def compared(fragment: Fragment, held: Iterable[Pair]) -> torch.Tensor | None:
 
 class Undone:
     """
-    Compares some values of each result with what they were before and are one step later.
+    Compares some values of each result with what they were before, and are one step and two steps later.
 
     A step of an optimizer goes anywhere; one that ends near where the parameters were before, several times in a row,
-    has undone the results.
+    has undone the results. It is much longer than the step that follows it: where a result takes the parameters back by
+    about a step, as early in a training whose steps all go the same way, the next step ends there by itself.
     """
 
-    LEAST_VALUES, MOST_VALUES, NEAR = 8, 1024, 0.5
+    LEAST_VALUES, MOST_VALUES, NEAR, LONG = 8, 1024, 0.5, 4.0
     """
     Of fewer values, as of a rank that holds a row of a small matrix, a step may end near them by chance. NEAR: in parts
-    of the way that the result went.
+    of the way that the result went. LONG: in steps.
     """
 
     def __init__(self) -> None:
         self._applied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """A parameter, and its values before and after."""
+        self._stepped: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """The same with the values one step later."""
         self._in_row = 0
         self.problem = ""
         """A sentence, once results were undone."""
@@ -74,22 +77,28 @@ class Undone:
         before = None if tensor is None else self._some(tensor)
         overwrite()
         if tensor is not None and before is not None and before.numel() >= self.LEAST_VALUES:
+            # With two results in two steps, the length of a step is not known.
+            self._stepped = [known for known in self._stepped if known[0] is not tensor]
             self._applied.append((tensor, before, self._some(tensor)))
 
     def stepped(self) -> bool:
         """The program has made a step; whether `problem` is new."""
-        for way, left in self._ways():
+        for way, undone in self._found():
             if way > 0:
-                self._in_row = self._in_row + 1 if left < self.NEAR * way else 0
+                self._in_row = self._in_row + 1 if undone else 0
         return self._judge(self._in_row)
 
-    def _ways(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """How far each result of the last boundary has moved the values, and how far from before they are now."""
-        applied, self._applied = self._applied, []
-        return [
-            ((after - before).norm(), (self._some(tensor) - before).norm())
-            for tensor, before, after in applied
-        ]
+    def _found(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """How far each result of the boundary before the last one has moved the values, and whether it was undone."""
+        known, applied = self._stepped, self._applied
+        self._applied = []
+        self._stepped = [(*result, self._some(result[0])) for result in applied]
+        found = []
+        for tensor, before, after, later in known:
+            way, left = (after - before).norm(), (later - before).norm()
+            first, second = (later - after).norm(), (self._some(tensor) - later).norm()
+            found.append((way, (left < self.NEAR * way) & (first > self.LONG * second)))
+        return found
 
     def _judge(self, in_row: float) -> bool:
         """Whether `problem` is new, if so many results in a row were undone."""
@@ -122,19 +131,20 @@ class UndoneBeside(Undone):
         self._counts, self._known = device.empty(2), device.pinned(2)
         """How many in a row, and the most so far; the same on the host, as of the last copy."""
         self._begun = False
-        self._compares = self._counted = False
-        """Whether there are results to compare, and results compared since the last copy."""
+        self._compares, self._counted = 0, False
+        """At how many boundaries there are results to compare, and whether some were since the last copy."""
 
     def apply(self, tensor: torch.Tensor | None, overwrite: Callable[[], object]) -> None:
         """See `Undone.apply`."""
         self._device.train(partial(super().apply, tensor, overwrite))
-        self._compares = self._compares or tensor is not None
+        if tensor is not None:
+            self._compares = 2
 
     def stepped(self) -> bool:
         """The program has made a step; `copied` states what the device has found."""
         if self._compares:
             self._device.train(self._compare)
-            self._compares, self._counted = False, True
+            self._compares, self._counted = self._compares - 1, True
         return False
 
     def copy(self) -> bool:
@@ -152,8 +162,10 @@ class UndoneBeside(Undone):
         if not self._begun:
             self._begun = True
             self._counts.zero_()
+        if not (found := self._found()):
+            return
         in_row, most = self._counts.unbind()
-        for way, left in self._ways():
-            in_row = torch.where(way > 0, (in_row + 1) * (left < self.NEAR * way), in_row)
+        for way, undone in found:
+            in_row = torch.where(way > 0, (in_row + 1) * undone, in_row)
             most = torch.maximum(most, in_row)
         self._counts.copy_(torch.stack([in_row, most]))
