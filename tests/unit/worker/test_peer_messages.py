@@ -48,6 +48,14 @@ def test_what_arrives_is_what_was_sent_in_pieces_of_whatever_size(size):
     assert state.bytes == sum(len(each.chunk) for each in messages)
 
 
+def test_a_state_is_of_the_steps_of_its_manifest_whatever_the_header_states():
+    """The manifest is checked, and is what the trainer loads; the line of the recovery must be of it."""
+    [first, *rest], _ = answer()
+    first.header.local_step, first.header.global_step = 70, 900
+    _, _, state, _ = arrive([first, *rest])
+    assert (state.local_step, state.global_step) == (7, 11)
+
+
 def test_what_is_damaged_incomplete_or_of_another_size_than_stated_is_refused():
     messages, _ = answer()
     damaged = [*messages]

@@ -18,6 +18,7 @@ from diloco_worker.core.peer_files import (
     Selection,
     received,
 )
+from diloco_worker.core.sealed import unsealed
 
 CHUNK_BYTES = 1 << 20
 
@@ -162,10 +163,11 @@ class Arrival:
             bytes(self._manifest), sha256=self._tensors.hexdigest(), tensors_bytes=self._written,
             digest=self._layout, run=self._request.run, step=self._request.step,
         )  # fmt: skip
+        manifest = unsealed(text)  # not the header, which neither a digest nor a check covers
         return text, ev.PeerState(
             learner=self._request.peer.learner,
-            local_step=header.local_step,
-            global_step=header.global_step,
+            local_step=int(manifest["local_step"]),
+            global_step=int(manifest["global_step"]),
             bytes=len(self._manifest) + self._written,
         )
 
