@@ -123,7 +123,7 @@ class Kind(Enum):
     PEER_OLD = "peer-old"
     """The learner answers with its first local checkpoint, whichever step is asked for."""
     PEER_FALSE = "peer-false"
-    """The learner sends another one other bytes than it states: changed, fewer, more, or of other steps."""
+    """What the learner sends another one is not what it states; the whole part of `amount` is the way, 1 to 5."""
 
 
 LINK = (
@@ -206,6 +206,7 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.AHEAD: (10.0, 1e6),
     Kind.HUGE: (1e2, 1e6),
     Kind.PEER_SLOW: (10.0, 1e4),
+    Kind.PEER_FALSE: (1.0, 5.99),
 }
 """Range of the amounts, sampled evenly by their logarithm."""
 

@@ -202,9 +202,10 @@ class _Answer:
         selection = select(manifest, entries)
         pieces = chunks(selection, lambda at, size: file[at : at + size], PIECE_BYTES)
         self._parts = parts(manifest, selection, pieces)
-        if peers.behaviour.has(Kind.PEER_FALSE):
-            self._parts = iter(_falsified([*self._parts], manifest["local_step"]))
-        slow = peers.behaviour.amounts.get(Kind.PEER_SLOW)
+        amounts = peers.behaviour.amounts
+        if (way := amounts.get(Kind.PEER_FALSE)) is not None:
+            self._parts = iter(_falsified([*self._parts], int(way)))
+        slow = amounts.get(Kind.PEER_SLOW)
         rate = slow or bytes_per_second(
             scale * selection.tensors_bytes, interval=peers.spec.interval, step_seconds=peers.facts.step_seconds()
         ) / scale  # fmt: skip
@@ -246,18 +247,18 @@ class _Answer:
             self._peers.serving = None
 
 
-def _falsified(sent: list[pb.PeerPart], number: int) -> list[pb.PeerPart]:
-    """What a peer sends instead that states something else."""
+def _falsified(sent: list[pb.PeerPart], way: int) -> list[pb.PeerPart]:
+    """What a peer sends whose messages do not fit each other."""
     header, *pieces, trailer = sent
-    match number % 5:
-        case 0:  # of a later step, after all
+    match way:
+        case 1:  # the only one that does no harm
             header.header.local_step += 1
             header.header.global_step += 1000
-        case 1:
-            return [header, *pieces[:-1], trailer]
         case 2:
-            return [header, *pieces, pieces[-1], trailer]
+            return [header, *pieces[:-1], trailer]
         case 3:
+            return [header, *pieces, pieces[-1], trailer]
+        case 4:
             header.header.tensors_bytes += 1
         case _:
             pieces[-1].chunk = bytes(255 - byte for byte in pieces[-1].chunk)
