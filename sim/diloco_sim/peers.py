@@ -255,13 +255,13 @@ def _falsified(sent: list[pb.PeerPart], way: int) -> list[pb.PeerPart]:
             header.header.local_step += 1
             header.header.global_step += 1000
         case 2:
-            return [header, *pieces[:-1], trailer]
-        case 3:
-            return [header, *pieces, pieces[-1], trailer]
-        case 4:
-            header.header.tensors_bytes += 1
-        case _:
             pieces[-1].chunk = bytes(255 - byte for byte in pieces[-1].chunk)
+        case 3:
+            return [header, *pieces[:-1], trailer]
+        case 4:
+            return [header, *pieces, pieces[-1], trailer]
+        case _:
+            header.header.tensors_bytes += 1
     return [header, *pieces, trailer]
 
 

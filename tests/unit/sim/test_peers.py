@@ -71,8 +71,8 @@ def test_a_learner_joins_whatever_its_peers_do(disturbance, problem):
 
 @pytest.mark.parametrize(
     ("way", "peer", "problem"),
-    [(1, "eu/0", ""), (2, "", "damaged or incomplete"), (3, "", "it sent more than"),
-     (4, "", "damaged or incomplete"), (5, "", "damaged or incomplete")],
+    [(1, "eu/0", ""), (2, "", "damaged or incomplete"), (3, "", "damaged or incomplete"),
+     (4, "", "it sent more than"), (5, "", "damaged or incomplete")],
 )  # fmt: skip
 def test_a_peer_that_sends_something_else_is_not_believed(way, peer, problem):
     """The first way, false steps in the header, changes nothing: the manifest has the true ones."""
