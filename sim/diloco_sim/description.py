@@ -371,9 +371,7 @@ def _false_blocks(
         yield Fault.parse(str(Fault(kind, source.choice(learners), begin, end)))
 
 
-def _recoveries(
-    source: random.Random, learners: Sequence[str], quiet_at: float
-) -> Iterator[Fault]:
+def _recoveries(source: random.Random, learners: Sequence[str], quiet_at: float) -> Iterator[Fault]:
     """Learners that lose their state, and what then happens to those whom they ask, or to the syncer."""
     for _ in range(source.randint(1, 3)):
         learner, *others = source.sample(learners, len(learners))

@@ -28,7 +28,12 @@ _WEAKNESSES = {
 }
 _OF_THE_WORLD = frozenset(
     (
-        *faults.BLOCKS, *faults.BREAKS, *faults.CHECKPOINT, *faults.MEMBERSHIP, *faults.MISBEHAVIOUR, *faults.PEERS,
+        *faults.BLOCKS,
+        *faults.BREAKS,
+        *faults.CHECKPOINT,
+        *faults.MEMBERSHIP,
+        *faults.MISBEHAVIOUR,
+        *faults.PEERS,
     )
 )
 

@@ -391,7 +391,11 @@ class SimulatedLearner:
         values, life = self.model.copy(), self.process.life
         received = self.memory.received(self.core.applied)
         if self._directory is not None:
-            step, local_step, moments = action.global_step, action.local_step, self._moments.tobytes()
+            step, local_step, moments = (
+                action.global_step,
+                action.local_step,
+                self._moments.tobytes(),
+            )
             self._observe(Saved(self.name, local_step, step, moments))
 
         def durable() -> None:

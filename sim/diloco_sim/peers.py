@@ -26,14 +26,13 @@ from diloco_sim.faults import Kind
 from diloco_sim.memory import U64
 from diloco_sim.network import Network
 from diloco_sim.stream import Connection, Endpoint
-from diloco_sim.stream_errors import CANCELLED
 from diloco_sim.transfers import Channel
 from diloco_sim.wire import BULK
 from diloco_worker.core import events as ev
 from diloco_worker.core import trainer as core
 from diloco_worker.core.peer_files import select
 from diloco_worker.core.peer_pace import YIELD_SECONDS, Pace, bytes_per_second
-from diloco_worker.core.sealed import sealed, unsealed
+from diloco_worker.core.sealed import unsealed
 from diloco_worker.link.peer_client import FAILED
 from diloco_worker.link.peer_messages import CHUNK_BYTES, Arrival, answers, chunks, parts, refusal
 from diloco_worker.link.peer_server import POLL_SECONDS, Facts
@@ -41,13 +40,10 @@ from diloco_worker.link.peer_server import POLL_SECONDS, Facts
 PIECE_BYTES = 512
 """Of a state; stands for `CHUNK_BYTES`."""
 
-_HOST = "/", "."
-"""In the name of a learner, and in that of its host."""
-
 
 def address_of(name: str) -> str:
     """Where a learner answers others."""
-    return f"{name.replace(*_HOST)}:1"
+    return f"{name.replace('/', '.')}:1"
 
 
 @dataclass(slots=True)
@@ -271,14 +267,12 @@ class _Request:
     def __init__(self, peers: SimulatedPeers, request: ev.AskPeer) -> None:
         self.number = request.number
         self._peers, self._request = peers, request
-        self._arrival = Arrival(
-            request, layout=peers.layout.digest, elements=peers.layout.elements
-        )
+        self._arrival = Arrival(request, layout=peers.layout.digest, elements=peers.layout.elements)
         self._tensors = bytearray()
         self._connection: Connection | None = None
         self._over = False
         host, _, _ = request.peer.address.partition(":")
-        server = peers.process.clock.processes[host.replace(*reversed(_HOST))]
+        server = peers.process.clock.processes[host.replace(".", "/")]
         Channel(peers.process, peers.network, server, BULK).use(self._opened, self.finish)
 
     def _opened(self, connection: Connection) -> None:

@@ -62,9 +62,7 @@ class Recovered:
         self.recovered = 0
         """Processes that began with the state of a peer."""
 
-    def observe(
-        self, event: dict[str, Any] | Saved | Asked | Began | Moment, now: float
-    ) -> None:
+    def observe(self, event: dict[str, Any] | Saved | Asked | Began | Moment, now: float) -> None:
         """See `Checker`."""
         match event:
             case Saved():
@@ -74,10 +72,10 @@ class Recovered:
                 self._ask(event, now)
             case Began():
                 self._begin(event, now)
-            case {"event": "recovery"}:
-                self._compare(event, now)
             case Moment():
                 self._judge(event, now)
+            case {"event": "recovery"}:
+                self._compare(event, now)
 
     def finish(self, now: float) -> None:
         """See `Checker`."""
@@ -103,8 +101,12 @@ class Recovered:
             return
         self.recovered += 1
         asked = self._asked.get(event.learner, {})
-        if not any(asked.get(peer, step + 1) <= step for peer, steps in states.items() for step in steps):
-            self._fail(f"{event.learner} trains with a state of {states}, it asked for {asked}", now)
+        if not any(
+            asked.get(peer, step + 1) <= step for peer, steps in states.items() for step in steps
+        ):
+            self._fail(
+                f"{event.learner} trains with a state of {states}, it asked for {asked}", now
+            )
 
     def _states(self, event: Began) -> Mapping[str, set[int]]:
         """Learners that had the state, and the global steps of their checkpoints; "": it is a new one."""
@@ -122,7 +124,8 @@ class Recovered:
         true = [self._states(event) for event in begun]
         if not any(step in states.get(whose, ()) for states in true):
             self._fail(
-                f"the line `recovery` of {learner} states {source} {line['peer']} of step {step}, true is {true}", now
+                f"the line `recovery` of {learner} states {source} {line['peer']} of step {step}, true is {true}",
+                now,
             )
 
     # ------------------------------------------------------------ bounds
@@ -160,7 +163,9 @@ class Recovered:
         elif step != before:
             self._trained[name] = step, now
         elif now > since + self._served_seconds:
-            self._fail(f"{name} answers another learner and makes no step in {now - since:.0f} s", now)
+            self._fail(
+                f"{name} answers another learner and makes no step in {now - since:.0f} s", now
+            )
 
     def _fail(self, sentence: str, now: float) -> None:
         raise Violation("recovered", sentence, step=self._step, now=now)

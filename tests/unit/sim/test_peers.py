@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow  # whole worlds
 LOST = "20..20.1 checkpoint-lost us/0"
 
 
-def with_peers(plan: str = LOST, *, every: int | None = 5, moments: int = 4096, steps: int = 60) -> Description:  # fmt: skip
-    """The small world whose learners ask each other: 32 KiB of state, which take seconds."""
-    return replace(small(plan, moments=moments), checkpoint_every=every, steps=steps)
+def with_peers(plan: str = LOST, *, every: int | None = 5, steps: int = 60) -> Description:
+    """The small world whose learners ask each other for 32 KiB of state."""
+    return replace(small(plan, moments=4096), checkpoint_every=every, steps=steps)
 
 
 def recoveries(description: Description) -> list[dict[str, object]]:
@@ -129,7 +129,13 @@ def test_a_line_of_a_process_that_did_not_begin_is_found():
     checker = Recovered(4, 1.0, lambda name, now: 0.0)
     checker.observe(Saved("eu/0", 7, 11, b"moments"), 1.0)
     checker.observe(Began("eu/0", 2, 12, b"moments"), 2.0)
-    line = {"event": "recovery", "learner": "eu/0", "source": "OldCheckpoint", "peer": "", "stateStep": 11}
+    line = {
+        "event": "recovery",
+        "learner": "eu/0",
+        "source": "OldCheckpoint",
+        "peer": "",
+        "stateStep": 11,
+    }
     checker.observe({**line, "incarnation": 2}, 3.0)
     with pytest.raises(Violation, match="states OldCheckpoint"):
         checker.observe({**line, "incarnation": 3}, 3.0)
