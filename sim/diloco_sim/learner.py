@@ -23,7 +23,7 @@ from diloco_sim.clock import Process
 from diloco_sim.faults import Kind
 from diloco_sim.memory import U64, Model, PlainMemory, Received, ToyModel
 from diloco_sim.network import Network
-from diloco_sim.peers import PeerDirectory
+from diloco_sim.peer_streams import PeerDirectory
 from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core

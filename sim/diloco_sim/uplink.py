@@ -20,7 +20,7 @@ from diloco_sim.clock import Process, Timer
 from diloco_sim.faults import Kind
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
-from diloco_sim.peers import PeerDirectory, SimulatedPeers, address_of
+from diloco_sim.peer_streams import PeerDirectory, SimulatedPeers, address_of
 from diloco_sim.pipe import Pipe
 from diloco_sim.stream import Connection, Endpoint
 from diloco_sim.stream_errors import CANCELLED, error_of

@@ -15,7 +15,9 @@ from typing import Any
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Asked, Began, LearnerMoment, Moment, Saved
 from diloco_syncer.core.peers import MOST
-from diloco_worker.core.peer_recovery import LEAST_SECONDS
+
+WAIT_SECONDS = 60.0
+"""What a peer has at least, and longest time without a global step for which a learner waits (docs/adr/0033)."""
 
 LATE_SECONDS = 30.0
 """What heartbeats, connections and the moments of this checker may add to a bound."""
@@ -141,7 +143,7 @@ class Recovered:
 
     def _judge_wait(self, name: str, healthy: float, now: float) -> None:
         at, step = self._last[name]
-        since, bound = max(healthy, at), LEAST_SECONDS + LATE_SECONDS
+        since, bound = max(healthy, at), WAIT_SECONDS + LATE_SECONDS
         if self._step - step > self._interval:
             self._overtaken.setdefault(name, now)
         overtaken = now - self._overtaken.get(name, now) > LATE_SECONDS

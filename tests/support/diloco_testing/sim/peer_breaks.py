@@ -32,7 +32,7 @@ def states_of_any_step(patch: Patch) -> None:
 
 @finds("recovered", "a state that no learner had")
 def damaged_states(patch: Patch) -> None:
-    """A learner takes a state without a look at its digest."""
+    """A learner takes a state whatever its digest is."""
     end = Arrival.end
 
     def unchecked(self: Arrival) -> tuple[bytes, ev.PeerState]:

@@ -324,7 +324,7 @@ class _Request:
         self.finish("", state)
 
     def finish(self, error: str, state: ev.PeerState | None = None) -> None:
-        """It has ended; the protocol hears of it soon."""
+        """It has ended; the protocol receives that soon."""
         if self._over:
             return
         self._over = True
