@@ -19,6 +19,7 @@ from diloco_sim.faults import (
     BLOCKS,
     BREAKS,
     MISBEHAVIOUR,
+    PEERS,
     POWER,
     PROCESS,
     WEIGHTS,
@@ -28,12 +29,14 @@ from diloco_sim.faults import (
 )
 from diloco_sim.healthy_intervals import ExplainedGap, Health
 from diloco_sim.journal import PARTS
-from diloco_sim.learner import TRAINER
+from diloco_sim.learner import RESTART_SECONDS, TRAINER
 from diloco_sim.seeds import fork
 from diloco_syncer.coordinator import MERGE_WINDOW_BYTES
 from diloco_syncer.core.blocks import HOLD_SECONDS, IDLE_SECONDS
+from diloco_syncer.core.peers import MOST
 from diloco_syncer.merging.buffers import MOST_IDLE, SLACK
 from diloco_worker.core.open_blocks import Data
+from diloco_worker.core.peer_recovery import LEAST_SECONDS
 from diloco_worker.link.buffers import SLACK as LINK_SLACK
 from diloco_worker.link.buffers import most_transfers
 
@@ -78,6 +81,14 @@ BLOCKED = 0.3
 NO_END = 10
 """Blocks for each learner and global step, of which no world takes as many."""
 
+PEERED = 0.3
+"""Share of the worlds whose learners ask each other for the state of their optimizers."""
+
+_BETWEEN = (
+    Kind.CUT, Kind.HALF_OPEN, Kind.CORRUPTION, Kind.BANDWIDTH, Kind.LATENCY, Kind.BULK_DEAD,
+)  # fmt: skip
+"""Of a learner and one that it asks."""
+
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
 
@@ -112,6 +123,8 @@ class Description:
     """What the loops of the learners take blocks of; None: they take none."""
     block_steps: int = 1
     """That a loop makes with a block."""
+    moments: int = 0
+    """Elements of the state of the optimizers, for which learners ask each other; 0: they do not."""
 
     @property
     def blocks(self) -> int:
@@ -187,13 +200,14 @@ class Description:
         """
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
         # A step that began under a fault takes as long after it.
-        rounds = 10 * between * self.slowest + self._longest_step + self.block_seconds
+        waits = self.block_seconds + self.peer_seconds
+        rounds = 10 * between * self.slowest + self.longest_step + waits
         return Bounds(
             progress=PROGRESS_SECONDS + rounds,
             recovery=PROGRESS_SECONDS + 240.0 + rounds,
             merge=240.0 + rounds,
             participation=900.0 + rounds,
-            result=90.0 + 4 * self.slowest + self._longest_step,
+            result=90.0 + 4 * self.slowest + self.longest_step,
         )
 
     @property
@@ -206,12 +220,17 @@ class Description:
             return 0.0
         open_steps = (self.data.ahead + 1) * self.block_steps
         lost = 40.0 + HOLD_SECONDS  # until a connection has failed, and after that
-        return max(lost, IDLE_SECONDS) + open_steps * self._longest_step
+        return max(lost, IDLE_SECONDS) + open_steps * self.longest_step
 
     @property
     def block_wait(self) -> float:
         """How long a loop may wait for a block once all faults are over."""
         return self.bounds.recovery
+
+    @property
+    def peer_seconds(self) -> float:
+        """How long a learner without which nothing is merged may wait for its peers; 0: it asks none."""
+        return MOST * (LEAST_SECONDS + 10.0) if self.moments else 0.0
 
     @property
     def health(self) -> Health:
@@ -226,7 +245,7 @@ class Description:
         )
 
     @property
-    def _longest_step(self) -> float:
+    def longest_step(self) -> float:
         """Seconds of the longest step that the faults of this world let a learner begin."""
         factor, slow = 1.0, 1.0
         for fault in self.plan:
@@ -262,7 +281,7 @@ class Description:
     def explained_gap(self) -> ExplainedGap:
         """Without a merge for longer than this, the status must not be Training."""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        longest = self._longest_step + self.block_seconds
+        longest = self.longest_step + self.block_seconds
         return ExplainedGap(self.plan, between=between, longest_step=longest)
 
     @property
@@ -295,13 +314,18 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         faults: False: the same world without faults.
     """
     source = random.Random(seed)
-    of_spec, of_plan, of_buffers, of_copy, of_breaks, of_blocks = (fork(source) for _ in range(6))
+    of_spec, of_plan, of_buffers, of_copy, of_breaks, of_blocks, of_peers = (
+        fork(source) for _ in range(7)
+    )
     description = _sample(seed, steps, of_spec)
     if of_buffers.random() < BUFFERED and description.spec.fragments > 1:
         sizes = tuple(of_buffers.randint(1, 300) for _ in range(of_buffers.randint(1, 3)))
         description = replace(description, buffers=sizes)
     if of_blocks.random() < BLOCKED:
         description = _with_blocks(of_blocks, description)
+    if of_peers.random() < PEERED and description.learners > 1:
+        every, moments = of_peers.choice((None, 3, 5, 5, 10, 20)), of_peers.choice((16, 256, 4096))
+        description = replace(description, moments=moments, checkpoint_every=every)
     if not faults:
         return description
     count = of_plan.choice((0, 1, 2, 3, 5, 8, 12, 20))
@@ -322,6 +346,8 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
     if description.data is not None and of_blocks.random() < 0.5:
         false = _false_blocks(of_blocks, description.names, quiet_at)
         plan = Plan.of(*plan, *(fault for fault in false if of_blocks.random() < 0.5))
+    if description.moments:
+        plan = Plan.of(*plan, *_recoveries(of_peers, description.names, quiet_at))
     return replace(description, plan=plan)
 
 
@@ -343,6 +369,26 @@ def _false_blocks(
         begin = source.uniform(0.0, 0.9) * quiet_at
         end = source.uniform(begin, quiet_at)
         yield Fault.parse(str(Fault(kind, source.choice(learners), begin, end)))
+
+
+def _recoveries(source: random.Random, learners: Sequence[str], quiet_at: float) -> Iterator[Fault]:
+    """Learners that lose their state, and what then happens to those whom they ask, or to the syncer."""
+    for _ in range(source.randint(1, 3)):
+        learner, *others = source.sample(learners, len(learners))
+        lost = source.choice((Kind.CHECKPOINT_LOST, Kind.CHECKPOINT_OLD, Kind.CHECKPOINT_DAMAGED))
+        at = source.uniform(0.2, max(0.3, 1 - 5.0 / quiet_at)) * quiet_at
+        yield Fault.parse(str(Fault(lost, learner, at, at + 0.1)))
+        asks = at + RESTART_SECONDS  # some latencies later
+        for _ in range(source.choice((0, 1, 2, 4))):
+            kind = source.choice((*PEERS, *PEERS, *PROCESS, *_BETWEEN))
+            begin = min(asks + source.uniform(-0.5, 1.5), 0.95 * quiet_at)
+            end = min(begin + source.choice((0.5, 5.0, 20.0, 100.0)), quiet_at)
+            low, high = AMOUNTS.get(kind, (0.0, 0.0))
+            amount = math.exp(source.uniform(math.log(low), math.log(high))) if low else 0.0
+            target, peer = source.choice(others), learner if kind in _BETWEEN else ""
+            if kind in PROCESS:
+                target = source.choice((target, target, target + TRAINER, learner, SYNCER))
+            yield Fault.parse(str(Fault(kind, target, max(0.0, begin), end, peer, amount)))
 
 
 def _restored(source: random.Random, quiet_at: float) -> list[Fault]:

@@ -116,6 +116,14 @@ class Kind(Enum):
     """The learner never states that it has trained on a block of data."""
     BLOCKS_FALSE = "blocks-false"
     """The learner states blocks as open and as trained on that it does not have."""
+    PEER_MUTE = "peer-mute"
+    """The learner takes what another one asks it for, and never answers."""
+    PEER_SLOW = "peer-slow"
+    """The learner sends another one `amount` bytes of its state per second."""
+    PEER_OLD = "peer-old"
+    """The learner answers with its first local checkpoint, whichever step is asked for."""
+    PEER_FALSE = "peer-false"
+    """What the learner sends another one is not what it states; the whole part of `amount` is the way, 1 to 5."""
 
 
 LINK = (
@@ -166,6 +174,9 @@ MISBEHAVIOUR = (
 BLOCKS = (Kind.BLOCKS_KEPT, Kind.BLOCKS_FALSE)
 """How a member misbehaves that takes blocks of data; only worlds with blocks have them."""
 
+PEERS = (Kind.PEER_MUTE, Kind.PEER_SLOW, Kind.PEER_OLD, Kind.PEER_FALSE)
+"""How a member misbehaves that another one asks for its state; only worlds where they ask have them."""
+
 POWER = "power"
 """`peer` of a crash that takes the machine along."""
 
@@ -194,6 +205,8 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.LIE_SECONDS: (1e-6, 1e6),
     Kind.AHEAD: (10.0, 1e6),
     Kind.HUGE: (1e2, 1e6),
+    Kind.PEER_SLOW: (10.0, 1e4),
+    Kind.PEER_FALSE: (1.0, 5.99),
 }
 """Range of the amounts, sampled evenly by their logarithm."""
 

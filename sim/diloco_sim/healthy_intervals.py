@@ -57,6 +57,11 @@ class Health:
             return None
         return max(syncer, learners[self._quorum - 1])
 
+    def of(self, name: str, now: float) -> float | None:
+        """Since when a learner and the syncer have had no fault; None: they have one now."""
+        since, syncer = self._since(name, now), self._since(self._syncer, now)
+        return None if since is None or syncer is None else max(since, syncer)
+
     def _since(self, name: str, now: float) -> float | None:
         begun = [window for window in self._windows[name] if window[0] <= now]
         last = max((end for _, end in begun), default=0.0)

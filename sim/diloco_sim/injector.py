@@ -27,7 +27,14 @@ _WEAKNESSES = {
     Kind.DISK_FORGET: Weakness.FORGET,
 }
 _OF_THE_WORLD = frozenset(
-    (*faults.BLOCKS, *faults.BREAKS, *faults.CHECKPOINT, *faults.MEMBERSHIP, *faults.MISBEHAVIOUR)
+    (
+        *faults.BLOCKS,
+        *faults.BREAKS,
+        *faults.CHECKPOINT,
+        *faults.MEMBERSHIP,
+        *faults.MISBEHAVIOUR,
+        *faults.PEERS,
+    )
 )
 
 

@@ -18,11 +18,12 @@ from diloco.errors import EXIT_TRY_AGAIN
 from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
-from diloco_sim.checkers.observations import BlockTaken, LearnerMoment, Refused
+from diloco_sim.checkers.observations import Began, BlockTaken, LearnerMoment, Refused, Saved
 from diloco_sim.clock import Process
 from diloco_sim.faults import Kind
-from diloco_sim.memory import Model, PlainMemory, Received
+from diloco_sim.memory import U64, Model, PlainMemory, Received, ToyModel
 from diloco_sim.network import Network
+from diloco_sim.peer_streams import PeerDirectory
 from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core
@@ -30,6 +31,7 @@ from diloco_worker.core.block_wait import BlockWait
 from diloco_worker.core.messages import LinkState, Phase
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.core.recovery import LocalCheckpoint
+from diloco_worker.link.peer_client import FAILED
 
 TRAINER = "+trainer"
 """Suffix of the name of the trainer process."""
@@ -45,7 +47,7 @@ LEAVE_SECONDS = 5.0
 CHECKPOINT_SECONDS = 0.2
 """From the start of a local checkpoint until it is durable."""
 
-Saved = tuple[core.SaveCheckpoint, Any, Received]
+Checkpoint = tuple[core.SaveCheckpoint, Any, Received]
 """A local checkpoint: what it is of, the model, and what the model began from."""
 
 
@@ -67,13 +69,14 @@ class SimulatedLearner:
         observe: gets what checkers observe.
         data: what its loop takes blocks of; None: it takes none.
         block_steps: that it makes with a block.
+        peers: it answers others that ask for the state of its optimizers, and asks them; the model is a toy.
     """
 
     def __init__(
         self, name: str, network: Network, server: Process, *, spec: RunSpec, layout: Layout,
         new_model: Callable[[], Model], source: random.Random, step_seconds: float, tokens: int,
         checkpoint_every: int | None, observe: Callable[[object], None],
-        data: Data | None = None, block_steps: int = 1,
+        data: Data | None = None, block_steps: int = 1, peers: bool = False,
     ) -> None:  # fmt: skip
         clock = network.clock
         self.name, self.spec, self.layout = name, spec, layout
@@ -90,11 +93,12 @@ class SimulatedLearner:
         self._tokens, self._checkpoint_every = tokens, checkpoint_every
         self._observe = observe
         self._data, self._block_steps = data, block_steps
-        self._saved: Saved | None = None
+        self._saved: Checkpoint | None = None
         """The newest own checkpoint; survives everything but faults of its disk."""
-        self._first_saved: Saved | None = None
+        self._first_saved: Checkpoint | None = None
         self._damaged = False
         """The newest own checkpoint cannot be loaded."""
+        self._directory = PeerDirectory() if peers else None
         self._terminated = self._leaving = False
         self._continue: Callable[[], None] | None = None
         """What it does when the link has stated something, or after a while; None: it does not wait."""
@@ -122,6 +126,9 @@ class SimulatedLearner:
         self._continue, self._waits_since, self._steps_left = None, None, 0
         self.memory = PlainMemory(self.layout)
         self.model = self._new_model()
+        if self._directory is not None:
+            self._directory.sent = None
+        self._show_checkpoints()
         found, saved = None, self._saved
         if saved is not None:
             found = LocalCheckpoint(
@@ -153,7 +160,7 @@ class SimulatedLearner:
             self.link_process, self._network, self._server, name=self.name, spec=self.spec,
             memory=self.memory, to_trainer=self._from_link, source=self._source,
             behaviour=self.behaviour, left=self._left, begun=self.begun,
-            observe=self._observe,
+            observe=self._observe, directory=self._directory,
         )  # fmt: skip
         self.uplink.from_trainer.offer(self.core.state())
 
@@ -165,9 +172,14 @@ class SimulatedLearner:
         versions = (
             tuple(inbox.version for inbox in self.memory.inboxes) if uplink is not None else ()
         )
+        trains = self.process.alive and self.core.joined and not self.core.closed
+        peers = uplink.peers if uplink is not None else None
         return LearnerMoment(
             connected=connected, done=self.done, versions=versions, begun={**self.begun},
             waits_since=self._waits_since if self.process.alive else None,
+            local_step=self.core.ledger.local_step if trains else None,
+            asks=state is not None and state.peer_pending,
+            serves=peers is not None and peers.serving is not None,
         )  # fmt: skip
 
     @property
@@ -258,6 +270,9 @@ class SimulatedLearner:
             if any(isinstance(action, core.AwaitLink) for action in actions):
                 self._await(self._join)
                 return
+        if self._directory is not None and self.core.joined:
+            link = self.core.link_state
+            self._observe(Began(self.name, link.incarnation, link.step, self._moments.tobytes()))
         self._next_step()
 
     # ------------------------------------------------------------ training
@@ -356,6 +371,8 @@ class SimulatedLearner:
                     self._load()
                 case core.LoadOptimizers():
                     self._load_optimizers()
+                case core.LoadPeerState():
+                    self._load_peer_state()
                 case core.Leave():
                     self._leave(action)
                 case core.Exit(code, text):
@@ -373,11 +390,19 @@ class SimulatedLearner:
     def _save(self, action: core.SaveCheckpoint) -> None:
         values, life = self.model.copy(), self.process.life
         received = self.memory.received(self.core.applied)
+        if self._directory is not None:
+            step, local_step, moments = (
+                action.global_step,
+                action.local_step,
+                self._moments.tobytes(),
+            )
+            self._observe(Saved(self.name, local_step, step, moments))
 
         def durable() -> None:
             if self.process.life == life:
                 self._saved, self._damaged = (action, values, received), False
                 self._first_saved = self._first_saved or self._saved
+                self._show_checkpoints()
 
         clock = self.process.clock
         clock.at(clock.now + CHECKPOINT_SECONDS, durable, process=self.process)
@@ -399,6 +424,31 @@ class SimulatedLearner:
             return
         self.model.load_optimizers(self._saved[1])
         self._carry_out(self.core.optimizers_loaded())
+
+    def _load_peer_state(self) -> None:
+        if self._directory is None:
+            raise AssertionError("peers are not used")
+        try:
+            self._moments[:] = self._directory.of_peer()
+        except FAILED as error:
+            self._carry_out(self.core.peer_state_unusable(str(error)))
+        else:
+            self._carry_out(self.core.peer_state_loaded())
+        finally:
+            self._directory.sent = None
+
+    @property
+    def _moments(self) -> U64:
+        if not isinstance(self.model, ToyModel):
+            raise TypeError("only a toy takes the state of its optimizers from a peer")
+        return self.model.moments
+
+    def _show_checkpoints(self) -> None:
+        """To its link, which answers others with them."""
+        if self._directory is not None:
+            newest, first = (None if self._damaged else self._saved), self._first_saved
+            self._directory.saved = (newest[0], newest[1][1]) if newest is not None else None
+            self._directory.first = (first[0], first[1][1]) if first is not None else None
 
     def _exit(self, code: int, text: str) -> None:
         if code != EXIT_TRY_AGAIN:

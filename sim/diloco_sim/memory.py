@@ -15,6 +15,7 @@ from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import InboxState
 
 F32 = npt.NDArray[np.float32]
+U64 = npt.NDArray[np.uint64]
 
 Received = dict[int, tuple[tuple[int, int], F32]]
 """Fragment → the version that a learner received last, and its values."""
@@ -120,26 +121,41 @@ class ToyModel:
     """
     Tensors that each step moves towards a target of its learner, as training on its data would.
 
+    The state of its optimizers has no effect on them. It is a function of the state before, the learner and the
+    local step, and no two of these have the same.
+
     Args:
         layout: the tensors.
         start: seed of the initial values, the same for all learners.
         target: seed of the target.
+        moments: elements of the state of its optimizers.
     """
 
     RATE = np.float32(0.02)
     """Share of the way to the target of one step."""
 
-    def __init__(self, layout: Layout, *, start: int, target: int) -> None:
+    FACTOR = np.uint64(6364136223846793005)
+    OF_STEP = 11400714819323198485
+    """Of the moments and of the local step that is added to them, modulo 2⁶⁴."""
+
+    def __init__(self, layout: Layout, *, start: int, target: int, moments: int = 0) -> None:
         self._flat, self.values = _random(layout, start)
         """Per fragment, a view of its values."""
         self._target, _ = _random(layout, target)
+        self.moments: U64 = np.zeros(moments, np.uint64)
+        self._added: U64 = np.arange(moments, dtype=np.uint64) + np.uint64((target << 20) + 1)
+        self._local_step = 0
 
     def begin(self, *, local_step: int, global_step: int) -> None:
-        """See `Model`: neither matters."""
+        """See `Model`."""
+        self._local_step = local_step
 
     def step(self) -> float:
         """See `Model`."""
         self._flat += self.RATE * (self._target - self._flat)
+        if len(self.moments):
+            self.moments *= self.FACTOR
+            self.moments += self._added + np.uint64(self._local_step * self.OF_STEP % (1 << 64))
         return 1.0
 
     def copied(self, fragment: int, local_step: int) -> None:
@@ -148,16 +164,17 @@ class ToyModel:
     def received(self, fragment: int, version: tuple[int, int]) -> None:
         """See `Model`: it has nothing else."""
 
-    def copy(self) -> F32:
+    def copy(self) -> tuple[F32, U64]:
         """See `Model`."""
-        return self._flat.copy()
+        return self._flat.copy(), self.moments.copy()
 
-    def load(self, saved: F32) -> None:
+    def load(self, saved: tuple[F32, U64]) -> None:
         """See `Model`."""
-        self._flat[:] = saved
+        self._flat[:], self.moments[:] = saved
 
-    def load_optimizers(self, saved: F32) -> None:
-        """See `Model`: there are none."""
+    def load_optimizers(self, saved: tuple[F32, U64]) -> None:
+        """See `Model`."""
+        self.moments[:] = saved[1]
 
 
 def _random(layout: Layout, seed: int) -> tuple[F32, Sequence[F32]]:

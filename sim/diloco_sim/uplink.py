@@ -15,10 +15,12 @@ from diloco.runtime.backoff import Backoff
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_sim.behaviour import Behaviour
+from diloco_sim.checkers.observations import Asked
 from diloco_sim.clock import Process, Timer
 from diloco_sim.faults import Kind
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
+from diloco_sim.peer_streams import PeerDirectory, SimulatedPeers, address_of
 from diloco_sim.pipe import Pipe
 from diloco_sim.stream import Connection, Endpoint
 from diloco_sim.stream_errors import CANCELLED, error_of
@@ -28,8 +30,10 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.peer_recovery import PeerRecovery
 from diloco_worker.link.link import GOODBYE_SECONDS, RECONNECT_SECONDS
-from diloco_worker.link.session import blocks, event_of, hello, lost_of, report
+from diloco_worker.link.peer_server import Facts
+from diloco_worker.link.session import blocks, event_of, hello, lost_of, recovery, report
 from diloco_worker.link.transfer import Identity
 from diloco_worker.settings import LearnerSettings
 
@@ -51,14 +55,16 @@ class Uplink:
         left: called when it has left the job.
         begun: counts the downloads of each fragment.
         observe: gets what checkers observe.
+        directory: what it has for peers, and of them; None: peers are not used.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, *, name: str, spec: RunSpec,
         memory: PlainMemory, to_trainer: Pipe[LinkState], source: random.Random, behaviour: Behaviour,
         left: Callable[[], None], begun: Counter[int], observe: Callable[[object], None],
+        directory: PeerDirectory | None = None,
     ) -> None:  # fmt: skip
-        self.process = process
+        self.process, self._observe = process, observe
         self.from_trainer: Pipe[TrainerState] = Pipe(process, self._read)
         self._spec, self._memory, self._to_trainer, self._left = spec, memory, to_trainer, left
         self._settings = LearnerSettings(
@@ -77,11 +83,30 @@ class Uplink:
             next_delay=backoff.next,
             reset_delay=backoff.reset,
             syncer=server.name,
+            recovery=PeerRecovery(interval=spec.interval) if directory is not None else None,
         )
+        self._of_trainer: TrainerState | None = None
+        self.peers: SimulatedPeers | None = None
+        if directory is not None:
+            self.peers = SimulatedPeers(
+                process, network, name=name, spec=spec, layout=memory.layout, directory=directory,
+                facts=self._facts(), behaviour=behaviour, post=self.handle,
+            )  # fmt: skip
         self._reported: pb.Report | None = None
         self._timer: Timer | None = None
         self._timer_at = 0.0
         self._ended = False
+
+    def _facts(self) -> Facts:
+        """As `Link` states them."""
+        return Facts(
+            run=lambda: self.protocol.link_state.run,
+            step=lambda: self.protocol.link_state.step,
+            saves=lambda: self._of_trainer is not None and self._of_trainer.saves,
+            step_seconds=lambda: self._of_trainer.step_seconds if self._of_trainer else 0.0,
+            uploading=lambda: self.transfers.uploads.running > 0,
+            wanted=lambda step: self.handle(ev.PeerAsks(step=step)),
+        )
 
     def _slot(self, fragment: int) -> Slot:
         inbox = self._memory.inbox_state(fragment)
@@ -92,6 +117,7 @@ class Uplink:
     def _read(self) -> None:
         state = self.from_trainer.newest()
         if state is not None:
+            self._of_trainer = state
             self.handle(ev.TrainerUpdate(state=state))
 
     def _transfer_ended(self, ended: Ended) -> None:
@@ -167,6 +193,9 @@ class Uplink:
                     message = blocks(decision.blocks)
                     self.transfers.behaviour.blocks(message)
                     self._session.state(pb.LearnerMessage(blocks=message))
+            case ev.SendRecovery():
+                if self._session is not None:
+                    self._session.send(recovery(decision.recovery))
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))
@@ -183,6 +212,13 @@ class Uplink:
                 self.transfers.download(decision, self._identity)
             case ev.Discard():
                 self.transfers.discard(decision.staged)
+            case ev.AskPeer(number=number, peer=peer, step=step) if self.peers is not None:
+                self._observe(Asked(self._settings.learner, peer.learner, number, step))
+                self.peers.ask(decision)
+            case ev.DropPeer(number=number) if self.peers is not None:
+                self.peers.drop(number)
+            case ev.AskPeer() | ev.DropPeer():
+                raise AssertionError("peers are not used")
             case ev.Place() | ev.Leave():
                 raise AssertionError("handled by the event loop")
 
@@ -191,7 +227,9 @@ class Uplink:
     def _connect(self, state: TrainerState) -> None:
         if self._session is not None:
             self._session.close()
-        first = hello(self._settings, self._spec, self._memory.layout, state, {"restarts": "0"})
+        settings, layout = self._settings, self._memory.layout
+        address = address_of(settings.learner) if self.peers is not None else ""
+        first = hello(settings, self._spec, layout, state, {"restarts": "0"}, peer_address=address)
         session = self._session = _Session(self, first)
         self._control.use(session.opened, session.failed)
 

@@ -33,6 +33,7 @@ from diloco_sim.checkers.journalled import Journalled
 from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import (
+    Began,
     Captured,
     Committed,
     Encoded,
@@ -40,8 +41,10 @@ from diloco_sim.checkers.observations import (
     Received,
     ReportArrived,
     Resumed,
+    Saved,
 )
 from diloco_sim.checkers.quorum import Quorum
+from diloco_sim.checkers.recovered import Recovered
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
@@ -126,13 +129,15 @@ class World:
         self.learners: dict[str, SimulatedLearner] = {}
         for index, name in enumerate(description.names):
             of_learner = fork(source)
-            toy = partial(ToyModel, layout, start=start, target=seed_of(of_learner))
+            moments, target = description.moments, seed_of(of_learner)
+            toy = partial(ToyModel, layout, start=start, target=target, moments=moments)
             self.learners[name] = SimulatedLearner(
                 name, self.network, process, spec=self.spec, layout=layout,
                 new_model=partial(new_model, name) if new_model is not None else toy,
                 source=of_learner, step_seconds=description.step_seconds[index],
                 tokens=description.tokens(index), checkpoint_every=description.checkpoint_every,
                 observe=self.observe, data=description.data, block_steps=description.block_steps,
+                peers=moments > 0,
             )  # fmt: skip
         self._health = description.health
         self.halt = ""
@@ -160,6 +165,7 @@ class World:
         false = frozenset(fault.target for fault in of.plan.only(Kind.BLOCKS_FALSE))
         return [
             *([BlockFates(of.blocks, of.block_steps, of.block_wait, false)] if of.blocks else []),
+            *([Recovered(spec.interval, of.longest_step, self._health.of)] if of.moments else []),
             Quorum(spec.quorum),
             Rounds(spec.overlap),
             Reports(),
@@ -448,7 +454,7 @@ def _number(scale: Fault) -> int:
 LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS, Kind.AHEAD)
 """Faults of members whose counters or position are false."""
 
-_UNTRACED = (Captured, Encoded, Log, Moment, ReportArrived)
+_UNTRACED = (Captured, Encoded, Log, Moment, ReportArrived, Saved)
 
 KUBELET_SECONDS = 3.0
 """Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""
@@ -491,6 +497,8 @@ def _text(event: object) -> str:
             f"received of {header.learner} round={header.round} attempt={header.attempt} "
             f"fragment={header.fragment} t_m={header.local_step}"
         )
+    if isinstance(event, Began):
+        return f"{event.learner} begins as incarnation {event.incarnation} at step {event.step}"
     if isinstance(event, Resumed):
         return f"resumed epoch={event.epoch} step={event.step}"
     if isinstance(event, Committed):

@@ -105,6 +105,41 @@ class BlockTaken:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A learner begins a local checkpoint."""
+
+    learner: str
+    local_step: int
+    global_step: int
+    moments: bytes
+    """The state of its optimizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The link of a learner asks another one for the state of its optimizers."""
+
+    learner: str
+    peer: str
+    number: int
+    """Of the requests of this link process, from 1."""
+    step: int
+    """The state must be of this global step or a later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A process of a learner begins to train."""
+
+    learner: str
+    incarnation: int
+    step: int
+    """Global step."""
+    moments: bytes
+    """The state of its optimizers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Flipped:
     """A bit of a file of the syncer has flipped at rest."""
 
@@ -139,6 +174,12 @@ class LearnerMoment:
     """Fragment, or P for the constants → downloads that were begun so far."""
     waits_since: float | None = None
     """Since when its loop waits for a block of data; None: it does not."""
+    local_step: int | None = None
+    """None: it does not train."""
+    asks: bool = False
+    """It waits for the state of a peer."""
+    serves: bool = False
+    """It answers one that asks for its state."""
 
 
 @dataclass(frozen=True, slots=True)

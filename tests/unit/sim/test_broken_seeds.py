@@ -6,7 +6,7 @@ import pytest
 
 from diloco_sim.description import sample
 from diloco_sim.world import World
-from diloco_testing.sim import block_breaks  # noqa: F401  # adds its breaks
+from diloco_testing.sim import block_breaks, peer_breaks  # noqa: F401  # adds their breaks
 from diloco_testing.sim.breaks import BREAKS, broken
 
 pytestmark = pytest.mark.slow  # whole worlds
@@ -19,7 +19,7 @@ SEEDS = [
     ("two_rounds_of_a_fragment", 95, 40),
     ("one_round_too_many", 0, 40),
     ("commits_out_of_order", 0, 40),
-    ("members_that_left", 54, 40),
+    ("members_that_left", 191, 40),
     ("false_tokens", 27, 40),
     ("false_steps", 66, 40),
     ("halved_credits", 1, 40),
@@ -58,6 +58,13 @@ SEEDS = [
     ("old_parts_kept", 25, 40),
     ("too_many_lines", 0, 40),
     ("unreadable_snapshots_ignored", 52, 40),
+    ("states_of_any_step", 130, 40),
+    ("damaged_states", 514, 40),
+    ("steps_of_the_header", 130, 40),
+    ("peers_never_abandoned", 362, 40),
+    ("one_peer_again_and_again", 7, 40),
+    ("peers_stated_with_the_step_of_now", 39, 40),
+    ("state_of_a_peer_not_loaded", 14, 40),
     ("endless_queue_of_lines", 896, 1000),
     ("one_left_out", 32, 1000),
     ("blocks_leased_twice", 28, 40),

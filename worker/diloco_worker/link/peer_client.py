@@ -5,7 +5,6 @@ Asks a peer for the state of its optimizers, and writes it to the state director
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from diloco.errors import DilocoError, StorageError
+from diloco.errors import DilocoError
 from diloco.rpc.channels import channel
 from diloco.rpc.connection_reasons import explain
 from diloco.rpc.identity import learner_server_name
@@ -24,14 +23,8 @@ from diloco.runtime.formatting import shorten
 from diloco.v1 import peer_pb2 as pb
 from diloco.v1.peer_pb2_grpc import PeerStub
 from diloco_worker.core import events as ev
-from diloco_worker.core.peer_files import (
-    BYTES_PER_ELEMENT,
-    MOST_MANIFEST_BYTES,
-    PEER_MANIFEST,
-    PEER_TENSORS,
-    SMALL_BYTES,
-    received,
-)
+from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
+from diloco_worker.link.peer_messages import Arrival
 
 log = logging.getLogger("diloco.link")
 
@@ -77,7 +70,7 @@ class PeerClient:
         post: Callable[[ev.PeerAnswered], object],
     ) -> None:  # fmt: skip
         self._job, self._learner, self._layout = job, learner, layout
-        self._most_bytes = SMALL_BYTES + BYTES_PER_ELEMENT * elements
+        self._elements = elements
         self._directory, self._tls, self._post = directory, tls, post
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="peer")
         self._lock = threading.Lock()
@@ -150,45 +143,18 @@ class PeerClient:
                     self._call = None
 
     def _receive(self, request: ev.AskPeer, parts: Iterator[pb.PeerPart]) -> ev.PeerState:
-        header = next(parts, pb.PeerPart()).header
-        if not 0 < header.manifest_bytes <= MOST_MANIFEST_BYTES:
-            raise StorageError(f"it states a manifest of {header.manifest_bytes} bytes")
-        if not 0 < header.tensors_bytes <= self._most_bytes:
-            raise StorageError(
-                f"it states {header.tensors_bytes} bytes of tensors, expected at most {self._most_bytes}"
-            )
-        manifest, tensors_path = bytearray(), self._directory / PEER_TENSORS
+        arrival = Arrival(request, layout=self._layout, elements=self._elements)
+        arrival.add(next(parts, pb.PeerPart()))
         (self._directory / PEER_MANIFEST).unlink(missing_ok=True)
-        part = pb.PeerPart()
-        tensors, whole, written = hashlib.sha256(), hashlib.sha256(), 0
-        with files.replacing(tensors_path, durable=False, mode=files.PRIVATE) as fd:
+        tensors = self._directory / PEER_TENSORS
+        with files.replacing(tensors, durable=False, mode=files.PRIVATE) as fd:
             for part in parts:
-                if part.WhichOneof("kind") != "chunk":
+                files.write_all(fd, arrival.add(part))
+                if arrival.over:
                     break
-                whole.update(part.chunk)
-                lacking = header.manifest_bytes - len(manifest)
-                manifest += part.chunk[:lacking]
-                rest = part.chunk[lacking:]
-                written += len(rest)
-                if written > header.tensors_bytes:
-                    raise StorageError(
-                        f"it sent more than the {header.tensors_bytes} bytes that it stated"
-                    )
-                tensors.update(rest)
-                files.write_all(fd, rest)
-            if part.trailer.sha256 != whole.hexdigest() or written != header.tensors_bytes:
-                raise StorageError(f"{written} bytes of tensors arrived damaged or incomplete")
-        text = received(
-            bytes(manifest), sha256=tensors.hexdigest(), tensors_bytes=written, digest=self._layout,
-            run=request.run, step=request.step,
-        )  # fmt: skip
+            text, state = arrival.end()
         with files.replacing(
             self._directory / PEER_MANIFEST, durable=False, mode=files.PRIVATE
         ) as fd:
             files.write_all(fd, text)
-        return ev.PeerState(
-            learner=request.peer.learner,
-            local_step=header.local_step,
-            global_step=header.global_step,
-            bytes=len(manifest) + written,
-        )
+        return state

@@ -8,7 +8,6 @@ nothing else for a peer.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import threading
@@ -29,13 +28,12 @@ from diloco.runtime import files
 from diloco.runtime.formatting import shorten
 from diloco.v1 import peer_pb2 as pb
 from diloco.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
-from diloco_worker.core.peer_files import Selection, select
+from diloco_worker.core.peer_files import select
 from diloco_worker.core.peer_pace import YIELD_SECONDS, Pace, bytes_per_second
 from diloco_worker.core.sealed import unsealed
+from diloco_worker.link.peer_messages import answers, chunks, parts, refusal
 
 log = logging.getLogger("diloco.link")
-
-CHUNK_BYTES = 1 << 20
 
 POLL_SECONDS = 0.1
 """How often the state directory is inspected for a checkpoint that was asked for."""
@@ -139,13 +137,11 @@ class PeerServer(PeerServicer):
                     f"expected one with the URI name {shorten(needed, MAX_NAME)}"
                 )
                 _abort(context, grpc.StatusCode.PERMISSION_DENIED, text)
-        if request.job != self._job or request.layout != self._layout:
-            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it trains another model")
-        if request.run != self._facts.run():
-            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it is in another run of the job")
-        if request.step > (step := self._facts.step()) + self._interval:
-            # Nothing serves it soon, and no later request would be served before it.
-            text = f"it is at global step {step}, far before {request.step}"
+        text = refusal(
+            request, job=self._job, layout=self._layout, run=self._facts.run(), step=self._facts.step(),
+            interval=self._interval,
+        )  # fmt: skip
+        if text:
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def _parts(
@@ -163,25 +159,17 @@ class PeerServer(PeerServicer):
                 "%s takes the optimizers' state of local step %d: %d bytes",
                 shorten(request.learner, MAX_NAME), manifest["local_step"], selection.tensors_bytes,
             )  # fmt: skip
-            yield pb.PeerPart(
-                header=pb.PeerHeader(
-                    local_step=int(manifest["local_step"]),
-                    global_step=int(manifest["global_step"]),
-                    manifest_bytes=len(selection.manifest),
-                    tensors_bytes=selection.tensors_bytes,
-                )
-            )
             rate = bytes_per_second(
                 selection.tensors_bytes, interval=self._interval, step_seconds=self._facts.step_seconds()
             )  # fmt: skip
-            pace, sha = Pace(rate, now=time.monotonic()), hashlib.sha256()
-            for chunk in _chunks(selection, file):
-                self._pause(pace, len(chunk))
+            pace = Pace(rate, now=time.monotonic())
+            pieces = chunks(selection, lambda at, size: os.pread(file.fileno(), size, at))
+            for part in parts(manifest, selection, pieces):
+                if part.WhichOneof("kind") == "chunk":
+                    self._pause(pace, len(part.chunk))
                 if not context.is_active():
                     return
-                sha.update(chunk)
-                yield pb.PeerPart(chunk=chunk)
-            yield pb.PeerPart(trailer=pb.PeerTrailer(sha256=sha.hexdigest()))
+                yield part
 
     def _pause(self, pace: Pace, size: int) -> None:
         until = time.monotonic() + YIELD_SECONDS
@@ -215,8 +203,7 @@ class PeerServer(PeerServicer):
         self, path: Path, request: pb.PeerRequest
     ) -> tuple[dict[str, Any], BinaryIO] | None:
         manifest = unsealed(files.read(path))
-        same = (manifest["digest"], manifest["run"]) == (self._layout, request.run)
-        if not same or int(manifest["global_step"]) < request.step or "pieces" in manifest:
+        if not answers(manifest, request):
             return None
         tensors = path.with_suffix(".safetensors")
         return manifest, open(files.open_regular(tensors), "rb", buffering=0)
@@ -227,21 +214,6 @@ def _header(file: BinaryIO) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     file.seek(0)
     return file.read(min(8 + length, size))
-
-
-def _chunks(selection: Selection, file: BinaryIO) -> Iterator[bytes]:
-    """The manifest, the header and the tensors in pieces."""
-    for text in (selection.manifest, selection.header):
-        for lo in range(0, len(text), CHUNK_BYTES):
-            yield text[lo : lo + CHUNK_BYTES]
-    for lo, hi in selection.ranges:
-        at = lo
-        while at < hi:
-            piece = os.pread(file.fileno(), min(CHUNK_BYTES, hi - at), at)
-            if not piece:
-                raise StorageError(f"the file ends at byte {at}")
-            at += len(piece)
-            yield piece
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from diloco_sim.description import sample
 from diloco_sim.world import World
-from diloco_testing.sim import block_breaks  # noqa: F401  # adds its breaks
+from diloco_testing.sim import block_breaks, peer_breaks  # noqa: F401  # adds their breaks
 from diloco_testing.sim.breaks import BREAKS, broken
 
 SEARCHED = ((40, 400), (200, 400))

@@ -18,7 +18,7 @@ def small(plan: str = "", **changes: Any) -> Description:
                    outer_momentum=0.5, wire_up="FP32", wire_down="FP32", grace_max_steps=0.0)  # fmt: skip
     return replace(
         found, learners=3, spec=spec, sizes=(40, 50, 60), step_seconds=(1.0, 1.1, 1.2),
-        plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **{"data": None, **changes},
+        plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **{"data": None, "moments": 0, **changes},
     )  # fmt: skip
 
 
