@@ -102,8 +102,8 @@ def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, cap
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 2.5}, {"tokens": 1, "loss": torch.ones(2)}])
-def test_a_call_of_step_that_is_refused_has_no_effect_if_the_program_goes_on(enter, wrong):
-    """It took a state of the link with it, and the job waited for this learner for ever."""
+def test_a_call_of_step_that_is_refused_has_no_effect_if_the_program_continues(enter, wrong):
+    """It took a state of the link with it, and the job waited for this learner forever."""
     with ScriptedSyncer(make_spec()) as syncer:
         learner, model, opt = connected(syncer, enter)
         with learner:
