@@ -151,7 +151,7 @@ class Durable:
         raise Violation("durable", sentence, step=event.step, now=now)
 
 
-_KEPT = ("region", "tokens", "mergedRound", "merges", "restarts")
+_KEPT = ("region", "tokens", "mergedRound", "merges", "restarts", "beganAt")
 """Facts of a learner that only a snapshot keeps."""
 
 _RAISED = ("localStep", "incarnation")

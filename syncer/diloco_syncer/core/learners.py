@@ -427,6 +427,7 @@ class LearnerRecords:
                 "mergedRound": record.merged_round,
                 "merges": record.merges,
                 "restarts": record.restarts,
+                "beganAt": record.began_at,
             }
             for record in self
         }
@@ -446,6 +447,7 @@ class LearnerRecords:
                     merged_round=int(m["mergedRound"]),
                     merges=int(m["merges"]),
                     restarts=int(m.get("restarts", 0)),  # older snapshots have none
+                    began_at=int(m.get("beganAt", 0)),  # likewise
                 )
                 for name, m in data.items()
             }

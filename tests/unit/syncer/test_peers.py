@@ -118,6 +118,13 @@ def test_a_process_that_began_without_state_is_no_peer_for_h_steps():
     assert names([restarted], step=31) == ["eu/0"]
 
 
+def test_a_restart_of_the_syncer_knows_which_process_began_without_state():
+    restarted = record("eu/0")
+    choose([], restarted, step=10)
+    found = LearnerRecords.from_json(LearnerRecords({"eu/0": restarted}).to_json())
+    assert found.by_name["eu/0"].began_at == 10
+
+
 @given(st.lists(st.sampled_from(["eu/1", "eu/2", "us/1", "us/2", "us/3"]), unique=True))
 def test_the_order_of_the_records_does_not_matter(order):
     known = sorted(names([record(name) for name in order]))
