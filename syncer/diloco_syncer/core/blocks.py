@@ -176,9 +176,8 @@ class BlockLedger:
             out += self.release(event.learner, "Replaced")
             holder = self.holders[event.learner] = Holder(incarnation=incarnation)
         if not holder.open or (holder.session is None and holder.lost_at is None):
-            holder.ended_at = holder.stepped_at = (
-                now  # it had nothing, or a snapshot does not show since when
-            )
+            # It had nothing, or a snapshot does not show since when.
+            holder.ended_at = holder.stepped_at = now
         if holder.session != event.session:
             # What it has from an earlier session counts, unless another learner has it meanwhile.
             claimed = [*(block.serial for block in event.trained), *event.open]
