@@ -165,7 +165,9 @@ def test_with_a_crd_that_lacks_a_field_jobs_are_served_and_readiness_names_the_f
 
         until(names_the_field, "the operator is ready, and names the field")
         # Readiness is set before the line is written.
-        until(lambda: "lacks spec.regions.cluster;" in operator.log.read_text(), "a line of the log")
+        until(
+            lambda: "lacks spec.regions.cluster;" in operator.log.read_text(), "a line of the log"
+        )
         assert operator.log.read_text().count("lacks spec.regions.cluster;") == 1
 
 
